@@ -256,7 +256,13 @@ def run_script(script: Path, folder: Path | None = None, options: Sequence[str] 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * (name == "train_drafter"))
+        for name in PRINTED
+    ],
+)
 def test_scripts_run_and_print(name):
     assert PRINTED[name] in run_script(EXAMPLES / f"{name}.py")
 

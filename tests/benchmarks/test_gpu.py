@@ -401,11 +401,14 @@ def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch,
     assert last.get("passes") is passes and ("absent" in last) == (code is None)
 
 
+WHOLE = "tokens", "watch", "adaptive", "models", "profile"
+
+
 @pytest.mark.parametrize(
     "options",
     [
-        # Without whole engines but those of grid, models and host, which are made in the same way.
-        pytest.param(["--without", "tokens", "watch", "adaptive"], marks=pytest.mark.slow),
+        # Of the whole engines, those of grid and host only: all are made in the same way.
+        pytest.param(["--without", *WHOLE], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],

@@ -121,7 +121,10 @@ def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
     "kind, form, config, options",
     [
         ("llama", "gptq-order", WIDE, {"tensor_parallel_size": 2}),
-        ("qwen3_5_text", "awq", {}, {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
+        pytest.param(
+            *("qwen3_5_text", "awq", {}, {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
+            marks=pytest.mark.nightly,
+        ),
         ("deepseek_v3", "fp8", {}, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
         ("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
     ],
