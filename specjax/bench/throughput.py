@@ -13,6 +13,7 @@ from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
 
 _POLLING_SECONDS = 0.02
+_MAX_WARM_UPS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +30,14 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts, wait until no program is being compiled, and run all prompts again."""
-    offline.generate(queries)
-    while offline.llm.metrics().num_compiling:
-        time.sleep(_POLLING_SECONDS)
-    offline.generate(queries)
+    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times."""
+    for _ in range(_MAX_WARM_UPS):
+        num_programs = offline.llm.metrics().num_compilations
+        offline.generate(queries)
+        while offline.llm.metrics().num_compiling:
+            time.sleep(_POLLING_SECONDS)
+        if offline.llm.metrics().num_compilations == num_programs:
+            break
 
 
 def measure(
