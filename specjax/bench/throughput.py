@@ -13,7 +13,7 @@ from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
 
 _POLLING_SECONDS = 0.02
-_MAX_WARM_UPS = 6
+_MIN_WARM_UP_SECONDS, _MAX_WARM_UPS = 10.0, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,19 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times."""
+    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times.
+
+    An engine compiles further shapes only once it has lost enough time without them. So the runs
+    take at least `_MIN_WARM_UP_SECONDS`, unless their number is reached before.
+    """
+    start = time.perf_counter()
     for _ in range(_MAX_WARM_UPS):
         num_programs = offline.llm.metrics().num_compilations
         offline.generate(queries)
         while offline.llm.metrics().num_compiling:
             time.sleep(_POLLING_SECONDS)
-        if offline.llm.metrics().num_compilations == num_programs:
+        is_long = time.perf_counter() - start >= _MIN_WARM_UP_SECONDS
+        if is_long and offline.llm.metrics().num_compilations == num_programs:
             break
 
 

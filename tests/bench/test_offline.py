@@ -96,7 +96,7 @@ def test_an_interrupt_keeps_the_rounds_so_far(bench, monkeypatch):
 
     def interrupted(self, queries):
         calls.append(queries)
-        if len(calls) > 3:  # one to warm up, then two rounds
+        if len(calls) > 8:  # six to warm up, then two rounds
             raise KeyboardInterrupt
         return generate(self, queries)
 
