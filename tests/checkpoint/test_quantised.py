@@ -176,6 +176,23 @@ def test_scales_that_are_missing_or_no_scales(damaged, form):
     refusal(load, f"{STEM}.{name} must be [", "got [")
 
 
+@pytest.mark.parametrize("form", ["fp8", "awq"])
+def test_a_module_that_lacks_scales_is_named(checkpoints, folders_of, rewrite_tensors, form):
+    folder, lost = checkpoints.copy(folders_of("qwen3_5_text", form)[0]), []
+
+    def lose(tensors):
+        lost.extend(name for name in tensors if name.startswith("mtp.") and "scale" in name)
+        return {name: x for name, x in tensors.items() if name != lost[0]}
+
+    rewrite_tensors(folder / "model.safetensors", lose)
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+
+    def load():
+        load_drafter(folder, config, load_model(folder, FLOAT32)[0], FLOAT32)
+
+    refusal(load, lost[0].rpartition(".")[0])
+
+
 def test_groups_that_do_not_cover(damaged):
     load, _ = damaged("gptq-order", lambda x: x | {"g_idx": 0 * x["g_idx"]})
     refusal(load, f"{STEM}.g_idx must give each of 2 groups 16 inputs")
