@@ -93,7 +93,7 @@ def make_tensors(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
             yield f"{layer}.{norm}.weight", np.ones(WIDTH, BF16)
         for part, matrices in (("self_attn", ATTENTION), ("mlp", MLP)):
             for name, shape in matrices.items():
-                # All bit patterns but those of NaN, and those of negative numbers.
+                # Bit patterns of all numbers that are positive or zero.
                 bits = rng.integers(0, 0x7F, shape, np.uint8)
                 yield f"{layer}.{part}.{name}.weight", bits.view(ml_dtypes.float8_e4m3fn)
                 scales = rng.uniform(1e-4, 1e-3, (shape[0] // BLOCK, shape[1] // BLOCK))

@@ -1,5 +1,6 @@
 """Checks the values of settings. Errors name the setting, its value and the valid values."""
 
+import json
 import sys
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,17 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
     """
     near = get_close_matches(str(name), list(known), 1, NEAR)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def read_object(source: str, text: str) -> dict[str, Any]:
+    """Parse the JSON object `text`. Errors name its source, for example an option."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON ({error}): {text}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{source} must be a JSON object, got {text}")
+    return value
 
 
 def warn(message: str) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """The rule by which experts are chosen and weighted, as Python values.
+    """How a router chooses experts and weights them, as Python values.
 
     Experts may be divided into groups. A row then chooses experts only from its best groups. Groups
     are ranked by the sum of the two best scores in each group.

@@ -3,11 +3,11 @@
 Such a command gets a drafter as a speculative config without K, and sets K itself.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.checkpoint.demo import with_demo_drafter
+from specjax.checks import read_object
 from specjax.config import SpeculativeConfig
 
 _SET_BY_K = (
@@ -26,12 +26,7 @@ def read_config(text: str, target: str) -> dict[str, Any]:
         ValueError: the JSON is not an object with a "method", it sets K, or a value is wrong.
     """
     option = "--speculative-config"
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{option} is not JSON ({error}): {text}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{option} must be a JSON object, got {text}")
+    config = read_object(option, text)
     if given := [name for name in _SET_BY_K if name in config]:
         raise ValueError(f"{option} sets {given[0]}, but this command sets K with --k")
     config = with_demo_drafter(config, target)

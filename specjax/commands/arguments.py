@@ -4,7 +4,6 @@ This module imports nothing slow, so that --help is fast.
 """
 
 import argparse
-import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
@@ -101,14 +100,3 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 def read_devices(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of an `LLM` about several devices."""
     return {name: getattr(args, name) for name in DEVICE_OPTIONS}
-
-
-def read_object(option: str, text: str) -> dict[str, Any]:
-    """Parse the JSON object `text` that was given to an option."""
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{option} is not JSON ({error}): {text}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} must be a JSON object, got {text}")
-    return value

@@ -16,8 +16,7 @@ from specjax.bench.traffic.arrivals import Arrivals
 from specjax.bench.traffic.figures import TIMES
 from specjax.bench.traffic.forms import FORMS, RequestForm
 from specjax.bench.traffic.goodput import read_limits
-from specjax.checks import check_count, check_positive, did_you_mean
-from specjax.commands.arguments import read_object
+from specjax.checks import check_count, check_positive, did_you_mean, read_object
 from specjax.commands.bench_reading import read_engine, read_sampling
 
 _PATIENCE_SECONDS = 10.0

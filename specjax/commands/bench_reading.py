@@ -13,8 +13,8 @@ from specjax.checkpoint.demo import TARGET
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
 from specjax.checkpoint.writing import check_writable
-from specjax.checks import did_you_mean
-from specjax.commands.arguments import read_devices, read_object
+from specjax.checks import did_you_mean, read_object
+from specjax.commands.arguments import read_devices
 from specjax.commands.bench_arguments import SAMPLING, add_engine_options, given_options
 from specjax.commands.speculation import read_speculation
 from specjax.sampling_params import SamplingParams

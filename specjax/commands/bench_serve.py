@@ -194,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
             try:
                 with asked.peer_server(name) as endpoint:
                     found.details.peers.append(measure_peer(asked, name, endpoint, found))
-            except ValueError as error:  # what was measured is kept
+            except ValueError as error:  # keep the figures measured so far
                 found.details.failures[f"--against {name}: {error}"] = 1
     write(asked, found.figures, found.details)
     if found.traffic.is_interrupted:

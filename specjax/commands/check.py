@@ -17,7 +17,7 @@ from specjax.bench.workload import read_questions
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
-from specjax.commands.arguments import read_object
+from specjax.checks import read_object
 from specjax.commands.info import read_model
 from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM

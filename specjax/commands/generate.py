@@ -15,7 +15,8 @@ from specjax import vllm_names
 from specjax.checkpoint.demo import NAMES
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
-from specjax.commands.arguments import read_devices, read_object
+from specjax.checks import read_object
+from specjax.commands.arguments import read_devices
 from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM, Prompt
 from specjax.outputs import CompletionOutput, RequestOutput

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from specjax.checkpoint.demo import with_demo_drafter
-from specjax.commands.arguments import read_object
+from specjax.checks import read_object
 from specjax.serving.drafters import parse_drafter
 
 

@@ -234,7 +234,7 @@ class LeaderPrograms:
     def _sent(self, argument: Any) -> Any:
         """Return the form in which an argument is sent to the other processes.
 
-        A NumPy array is sent as it is. In place of another program's result, a `Result` is sent.
+        NumPy arrays are sent unchanged. A result of another program is replaced by a `Result`.
         """
         if argument is None or isinstance(argument, np.ndarray):
             return argument

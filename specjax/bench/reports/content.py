@@ -83,7 +83,7 @@ def shown(cell: Cell) -> str:
 
 
 def in_words(value: object) -> str:
-    """Return a setting as text: a string as it is, any other value as JSON."""
+    """Return a setting as text. Strings are not changed, and other values become JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -56,7 +56,7 @@ class ConvolvedLayer(DecoderLayer):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Selector:
-    """Weights of the scores by which drafts are selected; see the module's docstring."""
+    """Weights that score candidate drafts; see the module's docstring."""
 
     previous: jax.Array  # P [V, r]
     candidates: jax.Array  # S [V, r]
