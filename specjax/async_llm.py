@@ -162,8 +162,8 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
     ) -> AsyncIterator[list[AsyncIterator[RequestOutput]]]:
         """Queue prompts together, and yield the stream of each. If one is refused, queue none.
 
-        The streams are as in `generate_stream`. Leaving the block aborts unfinished requests.
-        `max_num_requests` has no effect.
+        Use this in an `async with` statement, whose end aborts unfinished requests. The streams are
+        as in `generate_stream`. `max_num_requests` has no effect.
 
         Args:
             request_ids: an id per prompt, as in `generate_stream`.

@@ -424,7 +424,7 @@ class LLM(CorpusMethods, VllmMethods):
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
-        """Queue requests and yield their outputs. Abort unfinished requests when the block ends."""
+        """Queue requests, yield their outputs; at the end of `with`, abort unfinished requests."""
         started: list[Outputs] = []
         try:
             with self._lock:

@@ -29,7 +29,7 @@ class Suggestions:
 
     @classmethod
     def padding(cls, width: int) -> "Suggestions | None":
-        """Return the paths of one padding row, as NumPy arrays; None if paths have the length 0."""
+        """Return an empty path for one padding row, as NumPy arrays; None if `width` is 0."""
         if not width:
             return None
         empty: Any = np.zeros(1, np.int32), np.full((1, width), -1, np.int32)

@@ -122,7 +122,7 @@ def launches(
     """Return every kernel of a module with its traffic, in launch order.
 
     A kernel that reads a parameter of a layer, or the result of a layer's kernel, belongs to this
-    layer. If there are several such layers, the kernel belongs to the one with the highest index.
+    layer. If there are several such layers, the kernel belongs to the last of them.
 
     Args:
         load_of: a function that takes a scope, and returns the context that the scope's Pallas

@@ -175,9 +175,9 @@ def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
 
 
 class Shown:
-    """Reduces a growing output to what its user gets next, according to `output_kind`.
+    """Selects what the user of a growing output gets next: all of it, or only the new tokens.
 
-    `before` is the part of the first sample that the user already has, if any.
+    `kind` decides this. `before` is the output of the first sample that the user already has.
     """
 
     def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
@@ -223,7 +223,7 @@ class Shown:
 
 
 def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
-    """Return the samples of all requests, in order."""
+    """Return the samples of the requests `started`, in the order of the requests."""
     return [completion.sequence for one in started for completion in one.completions]
 
 

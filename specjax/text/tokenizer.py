@@ -37,9 +37,9 @@ class ChatTokenizer(TokenizerNames):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Other threads can run meanwhile, even if it is long.
+        """Return the token ids of a text. While a long text is encoded, other threads can run.
 
-        With `add_special_tokens`, these include the special tokens that the model expects in a
+        With `add_special_tokens`, the ids include the special tokens that the model expects in a
         prompt.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Plain matrices that are quantised when they are read.
+"""Unquantised matrices that are quantised when they are read.
 
 Each row of a matrix, or each group of inputs in a row, has a scale. `nearest` computes the scales,
 and rounds weights to numbers, as compressed-tensors does without calibration. The numbers and
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(eq=False)
 class Rounded:
-    """A plain matrix [..., O, I] that is rounded to numbers of the kind `bits` when it is read."""
+    """A matrix [..., O, I] of a file, rounded to numbers of the kind `bits` when it is read."""
 
     name: str
     source: Readable

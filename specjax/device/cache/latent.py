@@ -81,7 +81,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """("k", "k"): a checkpoint's scales of keys are used for latents and for key parts."""
+        """("k", "k"): latents and rotated key parts both use the checkpoint's scale of keys."""
         return "k", "k"
 
     @property

@@ -192,7 +192,7 @@ class DFlashHead(ShapedHead):
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
-        """Return the float weights as `TensorSpec`s.
+        """Return the weights, except the integer token ids, as `TensorSpec`s.
 
         The tensors have transformers' names if `names` contains such names, else the authors'
         names.

@@ -67,8 +67,8 @@ def load(
     """Load a head in the layout of its authors, of speculators or of transformers.
 
     Raises:
-        CheckpointError: the head was made for another target or for fewer drafts, or is of an
-            unsupported kind.
+        CheckpointError: the head was made for another target, makes fewer drafts than `config`
+            asks for, or is of an unsupported kind.
     """
     assert folder is not None, config.method
     files = DrafterFiles(_open(folder), read_config(folder), placement, log)

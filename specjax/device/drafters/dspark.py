@@ -52,7 +52,7 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the correction that a config describes, and the index of the first draft's row.
+    """Return a config's correction, and the index of the first row of a block that gives a draft.
 
     If the config describes no correction, the first result is a plain `Refinement`. `own` is the
     config's field `dflash_config`.

@@ -110,10 +110,10 @@ class Decoder:
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """The model's cache kinds before `kept_layers` and `layer_scales` are taken into account.
+        """The model's cache kinds, if `kept_layers` were empty.
 
-        These fields may split a kind in `cache_kinds`: layers whose pages keep the model's dtype
-        are then a separate kind.
+        If only some layers of a kind are in `kept_layers`, `cache_kinds` has a separate kind for
+        these layers, because their pages keep the model's dtype.
         """
         raise NotImplementedError
 

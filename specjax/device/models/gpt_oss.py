@@ -70,9 +70,9 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """`BLOCK` if it divides the experts' inner width, else 1.
+        """`BLOCK`, because a block of `BLOCK` weights shares a scale in MXFP4 and stays whole.
 
-        `BLOCK` weights share a scale in MXFP4, so such a block must not be divided.
+        The result is 1 if `BLOCK` does not divide the inner width: MXFP4 cannot store such experts.
         """
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
