@@ -138,7 +138,7 @@ class SpeculativeConfig:
 
     @property
     def all_sources(self) -> tuple[str, ...]:
-        """The names of all sources on the host: the method's own sources, and `sources`."""
+        """The names of all sources of drafts on the host: the method's own, and `sources`."""
         return *METHODS[self.method].sources, *self.sources
 
     def _check_dynamic(self) -> None:

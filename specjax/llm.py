@@ -287,7 +287,7 @@ class LLM(CorpusMethods, VllmMethods):
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
-        """Return the counters since the engine was built."""
+        """Return the engine's counters, for example of tokens, since it was built."""
         with self._lock:
             self._check_open()
             return self.engine.metrics()

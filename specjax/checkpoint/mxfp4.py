@@ -1,7 +1,8 @@
 """Weights of experts in MXFP4 (OCP Microscaling, 2023), where 32 floats of 4 bits share a scale.
 
 A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
-as its exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
+as its exponent plus 127. An `MXFP4Spec` unpacks weights; every value is exact in bfloat16. Engines
+keep the weights packed instead.
 """
 
 from collections.abc import Sequence

@@ -31,7 +31,7 @@ class AdmitInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SnapshotInputs:
-    """Copies of requests' recurrent states, to snapshots or from snapshots."""
+    """The copies to make from recurrent states of requests to snapshots, or back."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # snapshots; out of range for padding

@@ -291,8 +291,8 @@ def report(
 ) -> dict[str, Any]:
     """Return a description of a compiled function, as JSON-compatible types.
 
-    "num_passes" has two counts: for runs in which every conditional takes branch 0, and for runs in
-    which every conditional takes branch 1.
+    "num_passes" has two counts of passes (see hlo.py): for runs in which every conditional takes
+    branch 0, and for runs in which every conditional takes branch 1.
 
     Args:
         over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".

@@ -185,12 +185,12 @@ class Shown:
         self._before = {} if before is None else {before.index: before}
 
     def is_due(self, outputs: Outputs) -> bool:
-        """Return whether a request has something to return now."""
+        """Return whether to return `outputs`, or a part of them, to the user now."""
         is_last = outputs.is_finished or self._kind is not RequestOutputKind.FINAL_ONLY
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """Return what the user gets now, or None for nothing.
+        """Return the part of `output` that the user gets now; None if the user gets nothing.
 
         `output` is the whole output so far.
         """
@@ -238,7 +238,7 @@ class Growing:
 
     @property
     def is_due(self) -> bool:
-        """Whether any request has something to return now."""
+        """Whether any request has outputs to return to the user now."""
         return any(shown.is_due(one) for one, shown in self._left)
 
     def take(self) -> list[RequestOutput]:

@@ -154,8 +154,8 @@ class ChatTokenizer(TokenizerNames):
             add_generation_prompt: whether to end with the beginning of the assistant's turn.
             continue_final_message: whether to end with the content of the last message, which the
                 model then continues.
-            tools: functions that the model may call, as JSON schemas. If tools are given, the
-                default template is the template tool_use, if the checkpoint has it.
+            tools: functions that the model may call, as JSON schemas. With tools, the default
+                template is tool_use, if the checkpoint has a template with this name.
             chat_template: a template in Jinja, or the name of a template in the checkpoint.
             max_seconds: the maximum time to render the text.
             variables: further variables of the template, like enable_thinking.

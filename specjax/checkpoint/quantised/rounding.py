@@ -112,7 +112,7 @@ class RoundedFiles(NamedTuple):
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text with the numbers of quantised and other matrices, and the worst error."""
+        """Return a text: how many matrices are quantised and how many not, and the worst error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"
@@ -128,8 +128,8 @@ def round_matrices(
 ) -> RoundedFiles:
     """Return `files` with the matrices `names` replaced by matrices that are quantised when read.
 
-    With groups, a matrix stays as it is if it has more than two axes, or if its number of inputs
-    is not a multiple of the group size.
+    If groups of inputs have a scale each, some matrices stay as they are: those with more than two
+    axes, and those whose number of inputs is not a multiple of the group size.
 
     Args:
         quantization: a key of `BITS`.

@@ -29,7 +29,7 @@ def attend_plainly(
     """Return the output [N, H, D_v] of attention. A row attends to all tokens up to itself.
 
     Args:
-        rows: the rows of prefill chunks. A block of the context is as long as a chunk.
+        rows: the rows of prefill chunks. The context is processed in blocks as long as a chunk.
         cache: pages [layers, pages, page_size, R + D_r] of latents, including those of `rows`.
         layer: i32[] index into the pages.
         nope: [N, H, D_n] the parts of queries that are not rotated.

@@ -139,7 +139,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
 
 
 def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
-    """Return the head's `Refinement`, and the index of the first draft's row in a block."""
+    """Return the head's `Refinement`, and the index of the first row that gives a draft."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
     if read is not None:

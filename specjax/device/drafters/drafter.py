@@ -343,7 +343,7 @@ class Drafter(Protocol):
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` in which `params.head`, if set, replaces the weight of `head_of`."""
+        """Return `params` in which `params.head`, if set, replaces the result of `head_of`."""
         ...
 
     def draft(

@@ -45,9 +45,9 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
     """Add `head` to `params`: a copy of the drafter's output head, quantised to `head_dtype`.
 
-    The drafter then uses the copy, because the weight itself has another use, too: usually, it is
-    the target's output head. If the weight is only shapes, the copy is only shapes, too. `params`
-    are returned unchanged if `head_dtype` is None, or if the drafter has its own output head, which
+    Only the drafter uses the copy. The original stays as it is, because it usually is the target's
+    output head, too. If the original is only shapes, so is the copy. `params` are returned
+    unchanged if `head_dtype` is None, or if the drafter has its own output head, which
     `narrow_drafter` quantises.
 
     Raises:

@@ -1,7 +1,7 @@
 """The gpt-oss family (`gpt_oss`): a Llama with attention sinks, alternating windows and experts.
 
 Every projection has a bias, including the projections of experts and router. Checkpoints store the
-experts' weights in bfloat16, or in packed MXFP4, which is unpacked while loading.
+experts' weights in bfloat16 or in MXFP4, which stays packed in the device's memory.
 """
 
 from collections.abc import Collection
@@ -79,7 +79,7 @@ class GptOss(Llama):
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
         """Return a layer's experts and router as `TensorSpec`s; see `Decoder.mixture_specs`.
 
-        If `names` has packed tensors, they are unpacked while they are loaded.
+        If `names` has packed MXFP4 tensors, the `TensorSpec`s of experts are `MXFP4Spec`s.
         """
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_held, self.experts.intermediate_size

@@ -33,7 +33,7 @@ class Rows(Protocol):
         Args:
             kind: the cache kind, which determines the mixing.
             cache: in serving, the arrays of `kind`. In training, some classes of rows keep values
-                here between calls; other classes do not use it.
+                in it between calls; other classes do not use it.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
 
