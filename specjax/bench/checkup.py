@@ -6,8 +6,8 @@ in serving. A draft is accepted if it is the target's choice. Trials repeat this
 auxiliary layers, features, mask tokens and vocabularies. A trial that is clearly better than the
 unchanged drafter reveals a fault.
 
-Two figures are compared: the number of accepted drafts, and the overlap of the drafter's and the
-target's distributions. The overlap is the acceptance rate of sampled drafts at temperature 1. The
+Each trial gives two figures: the number of accepted drafts, and the overlap of the drafter's and
+the target's distributions, which is the acceptance rate of sampled drafts at temperature 1. The
 number of accepted drafts differs much from place to place, so that it reveals small faults only if
 there are many texts. The overlap differs less.
 """
@@ -129,8 +129,8 @@ def check(
 
     Args:
         mask_ids: token ids. If the drafter has a mask token, each id is tried as the mask token.
-        vocabularies: draft vocabularies to try. A key names the source of a vocabulary, and the
-            value has the token ids i32[V_d] of the drafter's V_d tokens.
+        vocabularies: draft vocabularies to try. A key names the source of a vocabulary. The value
+            i32[V_d] holds the target's token id of each of the drafter's V_d tokens.
 
     Raises:
         ValueError: no text has an answer of at least k + 1 tokens.

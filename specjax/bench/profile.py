@@ -28,7 +28,7 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K, which records how many drafts are accepted and the times of rounds.
+    """A policy of constant K, which records the number of accepted drafts and the times of rounds.
 
     Only the times of rounds with a full batch are recorded.
     """
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     """Measure every K at every batch size, and return the profile.
 
-    At each batch size, the Ks take turns, `setup.rounds` times. `is_online` is not used in the
-    measurement, only stored in the profile.
+    At each batch size, the Ks take turns, `setup.rounds` times. The profile stores `is_online`:
+    whether policies that read the profile learn rates while serving. The measurement does not
+    depend on it.
     """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()

@@ -143,7 +143,7 @@ def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
 def speculation(traffic: Traffic) -> Speculation | None:
     """Return counts and times of speculation from the server's metrics and answers.
 
-    Return None if neither has any.
+    Return None if neither the metrics nor the answers have such counts.
     """
     growth, groups = traffic.growth, by_group(traffic.records)
     if growth is None:

@@ -30,10 +30,11 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times.
+    """Run all prompts repeatedly, so that measured runs do not compile programs.
 
-    An engine compiles further shapes only once it has lost enough time without them. So the runs
-    take at least `_MIN_WARM_UP_SECONDS`, unless their number is reached before.
+    An engine compiles a program for another shape only after steps without this program have lost
+    enough time. So runs are repeated for at least `_MIN_WARM_UP_SECONDS`, until a run compiles
+    nothing, but at most `_MAX_WARM_UPS` times.
     """
     start = time.perf_counter()
     for _ in range(_MAX_WARM_UPS):

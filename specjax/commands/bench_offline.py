@@ -35,7 +35,7 @@ class OfflineRun:
     Attributes:
         lossless: the comparison of outputs with plain decoding; None before the comparison.
         plain: the times of steps without drafts; None before they were measured.
-        drafting: the times of the benchmark's rounds.
+        drafting: the times of the benchmark's rounds, which draft and verify.
     """
 
     benchmark: str
@@ -91,7 +91,7 @@ class OfflineRun:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
     def finish(self, offline: Offline, batch: BatchRun) -> None:
-        """Keep the times of rounds, and describe the machine.
+        """Keep the times of rounds and a description of the machine, for `details`.
 
         With --verify-lossless, also verify the outputs of `batch`.
         """

@@ -1,6 +1,6 @@
-"""Counts the rounds without drafts whose hidden states the drafter has not read yet.
+"""Counts deferred rounds: rounds without drafts, whose hidden states the drafter reads later.
 
-`device/deferral.py` explains why the drafter reads them later.
+`device/deferral.py` explains why the drafter does not read the hidden states in each round.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds: rounds without drafts whose hidden states the drafter reads later.
+    """Counts deferred rounds, which have no drafts, until the drafter reads their hidden states.
 
     All deferred rounds have the same requests. In the program `Observe`, the drafter reads the
     hidden states of all deferred rounds at once. The program must run before a step that drafts. It
@@ -48,7 +48,7 @@ class DeferredRounds:
             self._programs.run(Observe(len(last)), last)
 
     def _has_rows_of(self, packed: np.ndarray) -> bool:
-        """Return whether a round has the requests of the last deferred round, row by row."""
+        """Return whether each row of a round has the same request as in the last deferred round."""
         if self._last is None:
             return False
         views = self._layout.packing(DecodeInputs).views

@@ -72,7 +72,7 @@ class Hosts:
         return self.rank == LEADER
 
     def name(self, rank: int) -> str:
-        """Return a process's name in errors."""
+        """Return the name of process `rank` for error messages."""
         host = self._hosts.get(rank)
         return f"process {rank} ({host})" if host else f"process {rank}"
 

@@ -107,10 +107,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done`, the end time, of programs that must have ended before a later launch.
+    """Set the end time `done` of earlier programs that a later program shows to have ended.
 
     On a CPU, a launch may return only after the launched program has ended. All programs that were
-    launched earlier had then ended before this launch.
+    launched earlier then ended before this launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

@@ -290,7 +290,7 @@ _Outcome = tuple[int, int, int]
 
 
 def _of_drafts(outcomes: Mapping[_Outcome, int], max_drafts: int) -> dict[str, Any]:
-    """Return the counters of drafts. `outcomes` has the number of occurrences of each outcome."""
+    """Return the counters of drafts. `outcomes` counts how often requests had each outcome."""
     drafted, accepted = [0] * max_drafts, [0] * max_drafts  # by position
     of_requests, drafts_at, accepted_at = Counter(), Counter(), Counter()
     for (num_drafts, kept, bucket), count in outcomes.items():

@@ -78,7 +78,7 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return a variant without what rounds never need: log-probabilities of prompts."""
+    """Return a variant without log-probabilities of prompts, which rounds never need."""
     return variant._replace(num_prompt_logprobs=None)
 
 
