@@ -44,8 +44,8 @@ class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
     If something other than this object has replaced the engine's drafter, `refit` and `save`
-    continue from the new drafter. They then use its weights, a new optimiser state, and the same
-    step number.
+    continue from the new drafter. They start with the new drafter's weights and a new optimiser
+    state, and steps are still counted from the first refit.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -228,7 +228,7 @@ class OnlineDistiller:
     def _take_over(self) -> None:
         """Continue from the engine's drafter if something else has replaced it since the last call.
 
-        Training of the new drafter starts with a new optimiser state, and step numbers continue.
+        The new drafter is trained with a new optimiser state. The count of steps continues.
         """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:

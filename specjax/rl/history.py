@@ -306,8 +306,8 @@ def check_reuse(
     `identity` returns the identity of the engine; see `identity_of`.
 
     Raises:
-        ValueError: the engine cannot use the history, `reuse_noise` is not in 0..1, or there is no
-            history for it.
+        ValueError: the engine cannot use the history, `reuse_noise` is not in 0..1, or it is above
+            0 without a history.
     """
     if not is_number(reuse_noise) or not 0 <= reuse_noise <= 1:
         raise ValueError(f"reuse_noise={reuse_noise!r} must be a fraction in 0..1")

@@ -38,10 +38,10 @@ def choose_pages(
     log: Log,
     kernels: str = "auto",
 ) -> ChosenPages:
-    """Return what the options `kv_cache_dtype` and `kv_cache_dtype_skip_layers` mean.
+    """Return the page formats for `kv_cache_dtype` and `kv_cache_dtype_skip_layers`.
 
-    The model in the result knows which layers to skip. If the format has one scale per layer, the
-    model also has the scales that are stored in the checkpoint.
+    The result also has the model, which now knows the layers whose pages are not in 8 bits. If the
+    format has one scale per layer, the model gets the checkpoint's scales.
 
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.

@@ -384,9 +384,9 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. K = 0 is also
-        tried if its time limits the other Ks (`is_limited`). If no K was tried for `PROBE_EVERY`
-        rounds, the neighbour of `best` that was used in the fewest rounds is tried.
+        A K is tried if its time is so uncertain that its goodput may be the best. With
+        `is_limited`, no K may be much slower than K = 0, so K = 0 is tried, too. If no K was tried
+        for `PROBE_EVERY` rounds, the neighbour of `best` used in the fewest rounds is tried.
         """
         n = load.num_sequences
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}

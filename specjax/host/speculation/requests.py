@@ -105,8 +105,8 @@ class RequestRates:
 
         `rates` f64[n, K] are the unconditional rates of the drafter's drafts. `limits` holds each
         request's maximum number of drafts; None means that requests have no limits. `texts` are the
-        drafts from texts, which may be used instead of the drafter's drafts. All drafts of a text
-        are assumed to be equally likely accepted.
+        drafts from texts, which may be used instead of the drafter's drafts. All drafts from a text
+        are assumed to have the same probability of acceptance.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
