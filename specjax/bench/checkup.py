@@ -185,9 +185,10 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield trials that each differ in one setting from the trial `own` of the unchanged drafter.
+    """Yield trials of the drafter, each with another value of one setting.
 
-    The setting is, for example, the auxiliary layers, the mask token or the draft vocabulary.
+    Settings are, for example, the auxiliary layers, the mask token and the draft vocabulary. `own`
+    is the trial of the unchanged drafter.
     """
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)

@@ -158,7 +158,7 @@ class Executables:
     def _path(self, key: Any) -> Path | None:
         """Return the path of the file for the program of `key`.
 
-        None if the program contains logits processors, whose code the digest does not cover.
+        Return None if the program contains logits processors, whose code the digest does not cover.
         """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None

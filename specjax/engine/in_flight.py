@@ -107,10 +107,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set the end time `done` of earlier programs that a later program shows to have ended.
+    """Set the end time `done` of programs that had ended before a later program was launched.
 
-    On a CPU, a launch may return only after the launched program has ended. All programs that were
-    launched earlier then ended before this launch.
+    On a CPU, a launch may return only after the launched program has ended. In this case, all
+    earlier programs had ended before the launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

@@ -29,7 +29,7 @@ HELLO, NAME = struct.Struct("!7sII"), b"specjax"  # `NAME`, and a process's rank
 
 
 class Meeting(NamedTuple):
-    """The options of an LLM that say which processes share it, and where they meet."""
+    """The options of an LLM that say how many processes share it, and how they connect."""
 
     nnodes: int
     node_rank: int | None

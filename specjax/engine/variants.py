@@ -50,11 +50,11 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return programs that run a plan more slowly, but are mostly shared by all variants.
+    """Return slower programs for a plan. Most of them are shared by all variants.
 
-    These programs let requests with a new variant run before the variant's fastest programs are
-    compiled. Rounds run as several programs, and drafts are made without logits processors. So
-    fewer drafts are accepted.
+    A variant is the extra work that requests need. With these programs, requests of a new variant
+    can run before its fastest programs are compiled. Rounds run as several programs, and drafts are
+    made without logits processors, so that fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)

@@ -37,7 +37,7 @@ class Prefix(NamedTuple):
 
 
 def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
-    """Append to `keys` the keys of the full pages of `tokens` that have no key yet.
+    """Append to `keys` a key for each full page of `tokens` that has no key yet.
 
     A page has a key only once the token after the page is known. Different values of `salt` give
     different keys.

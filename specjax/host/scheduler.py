@@ -352,7 +352,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages. Queue a request's other samples once its first is prefilled."""
+        """Cache the chunks' pages. Queue a request's other samples when the first is prefilled."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence

@@ -282,7 +282,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
+    """Return the newest checkpoint's arrays, in a tree like `own`, and its JSON items.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

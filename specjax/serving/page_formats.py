@@ -19,10 +19,9 @@ WINDOWS = "sliding_window"
 
 
 class ChosenPages(NamedTuple):
-    """The result of `choose_pages`: a model with settings for pages, and formats of pages.
+    """The result of `choose_pages`: the page formats of target and drafter, and the model.
 
-    `target` and `drafter` are the formats of the target's and the drafter's pages. A format is None
-    if pages have the model's dtype.
+    The model has its settings for pages. A format is None if pages have the model's dtype.
     """
 
     source: ModelSource

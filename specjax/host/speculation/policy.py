@@ -58,12 +58,12 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """Which requests draft in the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if all draft K tokens."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """The split round that would be faster than this one if it were compiled, or None."""
+        """A split round (only some requests draft) that would be faster once compiled; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -167,8 +167,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
-    It avoids Ks and splits that slow down one range of context lengths (see `fairness`).
+    tries doubles until another K is best. If it is faster, only some requests draft (see `split`).
+    Rounds that slow down one range of context lengths are avoided (see `fairness`).
     """
 
     weighs_requests = True

@@ -130,7 +130,7 @@ class RequestRates:
         self._counts[:, rows] = keep * self._counts[:, rows] + (self._positions < ends)
 
     def fade(self, keys: Sequence[Hashable], factor: float) -> None:
-        """Multiply the counts of these requests by `factor`, which moves rates to the priors."""
+        """Multiply these requests' counts by `factor`, so that rates approach the prior rates."""
         rows = self._find(keys)
         self._counts[:, rows] *= factor
 

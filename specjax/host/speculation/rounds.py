@@ -56,7 +56,7 @@ class DecodeLoad:
         num_sequences: number of sequences ready to decode.
         num_context: number of tokens before the round, summed over sequences.
         max_tokens: the step's token budget; None for no budget. Sequences that do not fit wait.
-        requests: a description of each sequence; None if the policy does not weigh requests.
+        requests: a description of each sequence; None if the policy does not read it.
         splits: the shapes of split rounds (see `split`) whose programs are ready; None if the round
             may not be split.
         shapes: the shapes (batch size, K) of unsplit rounds whose programs are ready.

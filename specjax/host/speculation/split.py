@@ -38,10 +38,10 @@ class _Choice(NamedTuple):
 
 
 class Splitter:
-    """Chooses how to split rounds, and learns the times of split rounds.
+    """Chooses which requests of a round draft, and learns the times of such split rounds.
 
     Attributes:
-        split: how to split the next round; None if it is not split.
+        split: which requests draft in the next round; None if the round is not split.
         wish: a split round whose program is worth compiling; None without such a round.
     """
 
@@ -67,7 +67,7 @@ class Splitter:
         rates: RequestRates,
         fairness: Fairness | None,
     ) -> Split | None:
-        """Choose whether to split the next round. Set `split` and `wish`, and return `split`.
+        """Choose whether only some requests draft next. Set `split` and `wish`; return `split`.
 
         Args:
             load: the load of the round, with `requests` and `splits`.
