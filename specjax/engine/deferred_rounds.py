@@ -28,7 +28,7 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` before the step `plan`, if there are deferred rounds that cannot wait.
+        """Run the program `Observe` before the step `plan`, unless deferred rounds can wait.
 
         Deferred rounds can wait if `plan` is a round without drafts for the same requests, and if
         fewer rounds than `Programs.max_deferred` are deferred. Afterwards, count `plan` as deferred

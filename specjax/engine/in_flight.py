@@ -85,7 +85,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round whose programs were launched, except its last program, `Settle`."""
+    """A round whose programs were launched, except `Settle`, which verifies the drafts."""
 
     plan: DecodePlan
     variant: Variant

@@ -52,7 +52,7 @@ class Ready(NamedTuple):
 
 
 class Repertoire:
-    """The variants and shapes of one engine's steps."""
+    """The shapes and variants (extra work, such as log-probabilities) of one engine's steps."""
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
@@ -309,7 +309,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the known variants that do all the work of the variant `asked`.
+        """Return the known variants (sets of extra work) that include all work of `asked`.
 
         Variants with masks come last if `asked` has no masks.
         """

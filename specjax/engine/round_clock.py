@@ -44,8 +44,8 @@ class RoundClock:
         previous program, or when the host began to plan the step, if that was later. Host time
         therefore counts only while the device waited for the host.
 
-        `compile_seconds` is the total time of compiling so far. If it has grown since the last call
-        but one, compiling may have slowed the device down, and the time is unknown.
+        `compile_seconds` is the total time of compiling so far. If it has grown since two calls
+        ago, compiling may have slowed the device down, and the time is unknown.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

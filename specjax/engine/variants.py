@@ -26,7 +26,7 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the programs with which a plan runs fastest in a variant.
+    """Return the programs that run a plan fastest, with the extra work of a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
     rounds without drafts need a later run of the program `Observe`, in which the drafter observes
@@ -83,7 +83,7 @@ def of_rounds(variant: Variant) -> Variant:
 
 
 def of_begin(variant: Variant) -> Variant:
-    """Return a variant with only what is compiled into the program `Begin`.
+    """Return a variant with only the fields that are compiled into the program `Begin`.
 
     Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
     processors itself only to score the tokens of prompts.
@@ -93,7 +93,7 @@ def of_begin(variant: Variant) -> Variant:
 
 
 def of_settle(variant: Variant) -> Variant:
-    """Return a variant with only what is compiled into the program `Settle` (see `of_begin`)."""
+    """Return a variant with only the fields that are compiled into `Settle`; see `of_begin`."""
     return variant._replace(masks=False, processors=())
 
 
@@ -103,10 +103,9 @@ def of_drafts(variant: Variant) -> Variant:
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether steps of `variant` do all the work that `asked` contains.
+    """Return whether steps of `variant` do all the extra work that `asked` contains.
 
-    `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
-    the host.
+    Both variants or neither must have grammar masks, because a step with masks waits for the host.
     """
     return (
         set(variant.processors) >= set(asked.processors)

@@ -49,9 +49,9 @@ class Budget:
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
     """Explain which token budget lets fewer than `max_num_seqs` requests run together.
 
-    In exact mode, each step needs room for the widest chunk of one request, and for a round of all
-    other requests. Return None if both token budgets have this room, or if the mode is not exact,
-    because other modes do not reserve room.
+    With the option `exact`, each step needs room for the widest chunk of one request, and for a
+    round of all other requests. Return None if both token budgets have this room, or without
+    `exact`.
     """
     if not config.exact:
         return None

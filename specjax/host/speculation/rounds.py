@@ -81,7 +81,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of a round, or of one part of a split round.
+    """The outcome of a round (draft, then verify), or of one part of a split round.
 
     In a split round, one part has the requests that draft. If both parts of a split round ran in
     one program, `others` and `others_context` are about the requests that did not draft, and `ms`

@@ -39,7 +39,7 @@ _Place = tuple[int, int]  # (index of a batch size, bucket of lengths, see `cont
 
 
 class StepCost:
-    """Estimates times of rounds, and learns from observed times.
+    """Estimates times of rounds (draft, then verify), and learns from observed times.
 
     All times may drift together, for example because of clock rates, other users or longer texts.
     So each observed time also corrects the times of batch sizes and Ks that have not run lately.
