@@ -8,8 +8,8 @@ unchanged drafter reveals a fault.
 
 Each trial gives two figures: the number of accepted drafts, and the overlap of the drafter's and
 the target's distributions, which is the acceptance rate of sampled drafts at temperature 1. The
-number of accepted drafts differs much from place to place, so that it reveals small faults only if
-there are many texts. The overlap differs less.
+number of accepted drafts differs much from place to place, and reveals small faults only with many
+texts. The overlap differs less.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

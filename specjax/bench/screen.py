@@ -79,8 +79,7 @@ class Lines(Screen):
 class Terminal(Screen):
     """Draws the table so far, and below it a bar for the current work.
 
-    The screen is drawn only when a method is called, because a drawing thread would disturb the
-    measurement.
+    Only calls of methods draw the screen. A drawing thread would disturb the measurement.
     """
 
     def __init__(self, live: Live):

@@ -30,9 +30,9 @@ class DeferredRounds:
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
         """Run the program `Observe` before the step `plan`, unless deferred rounds can wait.
 
-        Deferred rounds can wait if `plan` is a round without drafts for the same requests, and if
-        fewer rounds than `Programs.max_deferred` are deferred. Afterwards, count `plan` as deferred
-        if it is a round without drafts and `max_deferred` is not 0. `packed` is the packed plan.
+        They can wait if `plan` is a round without drafts for the same requests, and fewer than
+        `Programs.max_deferred` rounds are deferred. Then count `plan` as deferred if it has no
+        drafts and `max_deferred` is not 0. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)

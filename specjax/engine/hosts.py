@@ -213,7 +213,7 @@ class Hosts:
         self.fail(f"a step has not ended within {limit}, although all processes answer")
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error to raise after a device's `error`.
+        """Return the error to raise when a device has raised `error`.
 
         If a process is lost, return the `HostsError` that names the process. Otherwise, tell the
         peers that this process has failed, and return `error` itself.
@@ -278,7 +278,7 @@ class Hosts:
 
 
 def _started(do: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """Return a new thread that runs `do`, and that ends with the process."""
+    """Start a daemon thread that runs `do`, and return the thread."""
     thread = threading.Thread(target=do, args=arguments, name="specjax-hosts", daemon=True)
     thread.start()
     return thread

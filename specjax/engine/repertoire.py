@@ -167,10 +167,9 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        A variant is a set of extra work on logits, such as log-probabilities. Of the variants that
-        do all the work that the requests need, a variant is preferred whose programs are compiled
-        in the plan's shape. Next is a variant that an earlier request needed. Last is a new
-        variant.
+        A variant is a set of extra work on logits, such as log-probabilities. The result includes
+        all work that the requests need. Preferred are variants whose programs are compiled in the
+        plan's shape, then variants that an earlier request needed. Otherwise, the variant is new.
         """
         self._look()
         asked = self.asked_by(all_demands)

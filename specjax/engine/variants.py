@@ -29,8 +29,8 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
     """Return the programs that run a plan fastest, with the extra work of a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
-    rounds without drafts need a later run of the program `Observe`, in which the drafter observes
-    several of them at once.
+    the drafter does not observe rounds without drafts as they run. The program `Observe` lets it
+    observe several of them later.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):

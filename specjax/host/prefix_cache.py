@@ -52,9 +52,9 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, for recurrent models, only a prefix that ends at a snapshot of the states can
-    be reused. With `windows`, for layers with a sliding window, the pages of these layers that hold
-    the last window of the prefix must be cached, too.
+    For recurrent models (`snapshots`), only a prefix that ends at a snapshot of the states can be
+    reused. For layers with a sliding window (`windows`), their pages of the prefix's last window
+    must also be cached.
     """
 
     def __init__(

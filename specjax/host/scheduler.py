@@ -3,8 +3,8 @@
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
 decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
 and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
-before it has the results of step N. It then knows only that a round gives a sequence at least one
-token, and at most one token more than the sequence has drafts.
+before it has the results of step N. It then knows only that a round with n drafts gives a sequence
+1 to n + 1 tokens.
 """
 
 import heapq

@@ -57,8 +57,7 @@ class OnlineDistiller:
             the prompt first, and the end of the answer next.
         num_unrolled: the number of consecutive drafts that are trained together. It is always one
             for EAGLE-1, and one per head for Medusa.
-        memory: the number of recent rollouts that are kept, so that later refits train on them,
-            too.
+        memory: the number of recent rollouts to keep. Later refits train on them, too.
         seed: the seed of the order of rollouts and of random numbers in the loss.
 
     Raises:
@@ -239,8 +238,8 @@ class OnlineDistiller:
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
         """Yield each document's features (hidden states), computed by the current target.
 
-        Features are computed in batches. Documents may be much longer than `length`, so the
-        features of all documents at once could take many times the memory of the training data.
+        Features are computed in batches, because the features of all documents at once could take
+        too much memory: documents may be much longer than `length`.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [

@@ -61,8 +61,8 @@ class Loop:
     ) -> Iterator[tuple[Running, Rollout]]:
         """Queue requests, and yield each rollout when it finishes.
 
-        `label` identifies the call for `abort`. Each rollout is added to `history` when it
-        finishes, so that unfinished rollouts can be drafted from it.
+        `label` identifies the call for `abort`. A finished rollout is added to `history`, so that
+        other rollouts can be drafted from it.
 
         Raises:
             RolloutError: the device failed, or the engine can run no more steps. The error is

@@ -277,9 +277,9 @@ class EngineNeeds(NamedTuple):
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
-    The device's default is halved until the recurrent states, plus a quarter of their size for
-    snapshots, take at most half of the memory that is free after loading `weights` bytes. If the
-    free memory is unknown, the device's default is returned.
+    The device's default is halved until the recurrent states and their snapshots (a quarter of
+    their size) take at most half of the memory that the weights (`weights` bytes) leave free. If
+    the free memory is unknown, the device's default is returned.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot

@@ -49,7 +49,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The continuation with the highest expected number of accepted drafts, of all sources."""
+    """The best continuation of all sources: the most accepted drafts are expected from it."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight

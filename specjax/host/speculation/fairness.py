@@ -63,9 +63,10 @@ class Fairness:
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says which request is in which of the R ranges that count.
+        """`members` bool[n, R] says in which of R ranges of lengths each of n requests is.
 
-        `least` is 1 - max_slowdown times the tokens per millisecond of a round without drafts.
+        Ranges with few requests are left out. `least` is 1 - max_slowdown times the tokens per
+        millisecond of a round without drafts.
         """
         self._means = members / members.sum(axis=0)
         self._least = least

@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 class SplitWish(NamedTuple):
-    """A split round that would be faster than the chosen round, but whose program is not ready.
+    """A split round, which would be faster than the chosen round. Its program is not ready.
 
     In a split round, only some requests draft. `gain` is the fraction of the time per token that
     the split round would save.
@@ -83,9 +83,9 @@ class DecodeLoad:
 class Round:
     """The outcome of a round (draft, then verify), or of one part of a split round.
 
-    In a split round, one part has the requests that draft. If both parts of a split round ran in
-    one program, `others` and `others_context` are about the requests that did not draft, and `ms`
-    is the time of the program. All other fields are about the requests that drafted.
+    In a split round, only one part of the requests drafts. If both parts ran in one program, `ms`
+    is the program's time, `others` and `others_context` describe the requests that did not draft,
+    and all other fields describe the requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.

@@ -76,8 +76,8 @@ class Splitter:
             unsplit: tokens per millisecond of the best round that is not split.
             cost: the times of rounds that are not split.
             chunk_ms: milliseconds that a step takes in addition to its round.
-            rates: the acceptance rates of requests. With each choice, requests that do not draft
-                forget a part of their counts, so that they are tried again.
+            rates: the acceptance rates of requests. Requests that do not draft forget a part of
+                their counts. So they are tried again later.
             fairness: tells which rounds are allowed; None if all are.
         """
         requests, chosen = load.requests, self._chosen

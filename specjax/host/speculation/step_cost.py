@@ -9,7 +9,7 @@ A served round is a round with users' requests. Its time is measured, and correc
 The logarithm of (served time / known time) is modelled as a sum of three terms:
 
 - a term that all points of a batch size share, for example because of the host's time,
-- a term of the point alone,
+- a term of each point,
 - noise.
 
 The estimate is the posterior mean of this random-effects model. For a point that was served several
