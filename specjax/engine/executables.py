@@ -3,8 +3,8 @@
 Each program has a file, whose name is a digest of everything on which the program depends: static
 arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest does not
 cover code outside our sources, such as a user's own drafter. If an engine uses such code, its
-programs are neither stored nor read. Reading a file can run arbitrary code, so others than the
-folder's owner must not be able to write to the folder.
+programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is not used
+if anybody but its owner can write to it.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Manages the pages of sliding-window layers. Pages behind the window are freed.
 
-Layers with the same window have separate pages and a separate page table. Its indices are those of
-the page table of layers without a window. The entry of a freed page is -1.
+Layers with the same window have separate pages and a separate page table. This table is indexed
+like the page table of layers without a window. The entry of a freed page is -1.
 """
 
 from collections.abc import Collection, Hashable
