@@ -89,7 +89,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure plain decoding, and in turn with it the configurations in `shown`.
+        """Measure plain decoding and the configurations in `shown`, which take turns.
 
         After an interrupt, the figures of completed rounds are kept.
         """

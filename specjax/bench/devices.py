@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Describe the devices of all replicas: `device`, their name; if several, also how many."""
+        """Describe the devices: their name `device`, and the number and use of several devices."""
         if self.num_devices == 1:
             return device
         parts = [

@@ -113,7 +113,7 @@ class OfflineRun:
         )
 
     def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
-        """Return the `Details` of the result, without other engines. `rounds` has runs' figures."""
+        """Return the `Details` of the result. Other engines are missing."""
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
         records = [record for batch in batches for record in batch.records]

@@ -53,8 +53,8 @@ class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
     For recurrent models (`snapshots`), only a prefix that ends at a snapshot of the states can be
-    reused. For layers with a sliding window (`windows`), their pages of the prefix's last window
-    must also be cached.
+    reused. With sliding-window layers (`windows`), their pages of the prefix's last window must be
+    cached, too.
     """
 
     def __init__(

@@ -131,7 +131,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def agree(hosts: Hosts, values: Mapping[str, Any], remedy: str) -> None:
-    """Check that `values`, a mapping from names, are equal in all processes.
+    """Check that all processes have equal `values` under the same names.
 
     `remedy` becomes part of the error message.
 

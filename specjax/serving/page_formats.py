@@ -21,7 +21,8 @@ WINDOWS = "sliding_window"
 class ChosenPages(NamedTuple):
     """The result of `choose_pages`: the page formats of target and drafter, and the model.
 
-    The model has its settings for pages. A format is None if pages have the model's dtype.
+    The model in the result has settings for pages. A format is None if pages have the model's
+    dtype.
     """
 
     source: ModelSource

@@ -167,7 +167,7 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. If it is faster, only some requests draft (see `split`).
+    tries doubles until another K is best. Only some requests draft if that is faster (see `split`).
     Rounds that slow down one range of context lengths are avoided (see `fairness`).
     """
 
