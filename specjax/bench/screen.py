@@ -25,8 +25,7 @@ class Screen:
     def progress(self, num_done: int, total: int) -> None:
         """Report that `num_done` of `total` units of the current work are done.
 
-        If `total` changes, another part of the work has begun. A bar then shows the sum of all
-        parts.
+        A changed `total` means that another part of the work has begun. A bar adds up all parts.
         """
 
     def preview(self, figures: Sequence[Figures]) -> None:

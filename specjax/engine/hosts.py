@@ -296,7 +296,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _set_options(connection: Connection, seconds: int) -> None:
-    """Set socket options: no delay for small messages, keepalive, and a time limit of a send."""
+    """Set socket options: no delay for small messages, keepalive, and a time limit for sending."""
     with _socket_of(connection) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

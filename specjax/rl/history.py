@@ -89,7 +89,7 @@ class RolloutHistory:
     def _linked(
         self, start: Start, prompt: "_Prompt", reuse_noise: float, taken: set[int]
     ) -> Request:
-        """Return the request of `start`, with its drafts and with the seeds that it reuses.
+        """Return the request of `start`, which now has drafts and seeds of earlier rollouts.
 
         Seeds in `taken` are not reused. Reused seeds are added to `taken`.
         """

@@ -153,7 +153,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
-        The rates over all requests hardly change at first. But new counts then change them faster.
+        This hardly changes the rates over all requests, but lets new counts change them faster.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._buckets.values(), *self._groups.values()):

@@ -265,7 +265,7 @@ class GoodputPolicy:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
         `best` replaces the current K if it is clearly better, if the current K has not been the
-        best for many rounds in a row, or if the current K is not allowed (not in `fair`).
+        best for many rounds in a row, or is not in `fair` (not allowed).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1

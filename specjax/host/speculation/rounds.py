@@ -28,9 +28,9 @@ class SplitShape(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Which requests of a split round draft.
+    """Says which requests draft in a split round, in which the other requests do not draft.
 
-    `drafting` holds their indices in the list of ready requests.
+    `drafting` holds the indices of these requests in the list of ready requests.
     """
 
     shape: SplitShape

@@ -142,8 +142,9 @@ class Workload:
 class Outcome:
     """The outcome of a simulated run.
 
-    Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so the round's regret may be negative.
+    Goodput is the expected number of tokens per millisecond. If only some requests of a round draft
+    (a split round), it is the actual number of tokens per expected millisecond, so the round's
+    regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.
