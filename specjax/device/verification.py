@@ -345,9 +345,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    They are a function of the request's seed and of the position where the step starts. If they
-    were a function of the draft's position instead, the next step could use a draw that has already
-    affected the outcome of this step (in `Block`).
+    They are a function of the request's seed and of the position where the step starts. A function
+    of the draft's position would be wrong: in `Block`, the next step could use a draw that has
+    already affected the outcome of this step.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -101,7 +101,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Outputs:
-    """A request and its samples, as its user sees them."""
+    """A request and its samples, in the form that users see."""
 
     request: Request
     completions: SequenceOf[Completion]

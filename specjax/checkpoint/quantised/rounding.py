@@ -128,8 +128,8 @@ def round_matrices(
 ) -> RoundedFiles:
     """Return `files` with the matrices `names` replaced by matrices that are quantised when read.
 
-    If groups of inputs have a scale each, some matrices stay as they are: those with more than two
-    axes, and those whose number of inputs is not a multiple of the group size.
+    A `quantization` with groups leaves some matrices as they are: matrices with more than two axes,
+    and matrices whose number of inputs is not a multiple of the group size.
 
     Args:
         quantization: a key of `BITS`.

@@ -108,8 +108,8 @@ class LatentAttention(PagesOnly):
         """The number of intermediate values per row in the plain form.
 
         They are the queries; the keys and values, once as computed and once padded for the kernel;
-        and two f32 outputs, because the context is processed in blocks: for the latest block and
-        for all blocks so far. The absorbed form has fewer values.
+        and two f32 outputs. Attention processes the context in blocks, and has one output for the
+        latest block and one for all blocks so far. The absorbed form has fewer values.
         """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 

@@ -106,8 +106,8 @@ class DraftContext:
         edited like the target's logits, so that the target is likely to accept the drafts.
         `token_ids` i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
 
-        The distributions are None if verification does not need them. This is so for greedy drafts,
-        and for drafts drawn with the random numbers that the target uses.
+        The distributions are None if verification does not need them: for greedy drafts, and for
+        drafts drawn with the random numbers that the target uses.
         """
 
         def choose(logits):

@@ -110,10 +110,10 @@ class Decoder:
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """The model's cache kinds, if `kept_layers` were empty.
+        """The model's cache kinds, without regard to the dtype of pages.
 
-        If only some layers of a kind are in `kept_layers`, `cache_kinds` has a separate kind for
-        these layers, because their pages keep the model's dtype.
+        `cache_kinds` has more kinds if only some layers of a kind are in `kept_layers`: these
+        layers become a separate kind, because their pages keep the model's dtype.
         """
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from specjax.device.cache.kind import CacheKind
 class Rows(Protocol):
     """The N token rows of a forward pass.
 
-    They have positions i32[N], and may have places in a cache.
+    Each row has a position, i32[N]. In serving, rows read a cache and write to it.
     """
 
     @property
