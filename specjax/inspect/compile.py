@@ -275,7 +275,7 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 def _thunk_sequence(dumped: list[Path]) -> str:
     """Return the text of the final thunk sequence (XLA's plan of launches).
 
-    XLA's thunk passes may change the first sequence. Only then XLA dumps a second one.
+    XLA's thunk passes may change the first sequence. Only then does XLA dump a second one.
     """
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:

@@ -125,8 +125,8 @@ def launches(
     layer. If there are several such layers, the kernel belongs to the last of them.
 
     Args:
-        load_of: a function that takes a JAX name scope, and returns the sizes that determine how many bytes
-            the scope's Pallas kernels read and write.
+        load_of: a function that takes a JAX name scope, and returns the sizes that determine how
+            many bytes the scope's Pallas kernels read and write.
         layer_of: a function that takes JAX's name of a module parameter, and returns the layer that
             the parameter belongs to, or None.
         is_inside: a function that takes a scope, and returns whether the scope's operations belong

@@ -37,7 +37,7 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states, updated with the accepted tokens that they lack, from `first` on.
+        """Return the states, updated with the accepted tokens that they lack.
 
         `first` is the position of the first of these tokens. `tokens` is the number of tokens that
         are loaded at a time.

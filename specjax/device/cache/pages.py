@@ -12,8 +12,8 @@ class Pages(NamedTuple):
     """The pages of L layers, and the scales of quantised pages.
 
     `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and [L,
-    parts] for formats in which layers have scales. `scales` is None if pages hold
-    unquantised numbers, or if all scales are 1.
+    parts] for formats in which layers have scales. `scales` is None if pages hold unquantised
+    numbers, or if all scales are 1.
     """
 
     values: jax.Array  # [L, pages, page_size, *token_shape]

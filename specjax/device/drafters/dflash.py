@@ -346,7 +346,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
-        """Write keys and values of rows that the target has run, at `rows`; return the new kv.
+        """Write the keys and values of `rows`, which the target has run; return the new kv.
 
         They are computed from `states` [N, A D_target], the concatenated hidden states of the A
         target layers that the head reads. The other results of the layers are unused, so JAX or XLA

@@ -331,7 +331,7 @@ class Drafter(Protocol):
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters, without those that equal the target's."""
+        """Return the drafter and its parameters, without parameters that equal the target's."""
         ...
 
     def head_of(self, params: Params) -> Any:
