@@ -217,7 +217,7 @@ class Scheduler:
         # The sequences that draft; and those that do not, if the round is split.
         drafting, others = OpenRound(k, min(wanted_k, k)), OpenRound(0, 0)
         resting = set(ready).difference(ready[i] for i in split.drafting) if split else ()
-        turns = ready  # usually all sequences ran in the same step; residents are in order of rank
+        turns = ready  # residents are in order of rank; usually, all ran in the same step
         if prefilling or len(last_steps) > 1:
             turns = sorted(ready + prefilling, key=_turn)  # stable
         for sequence in turns:

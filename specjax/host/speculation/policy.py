@@ -390,14 +390,15 @@ class GoodputPolicy:
         """
         if self._since_probe < FIRST_EVERY:
             return best
-        n, batch = load.num_sequences, self.cost.padded(load.num_sequences)
+        n = load.num_sequences
+        batch = self.cost.padded(n)
         tried = {k: self._tried[batch, k] for k in self._choices if k != best}
         if self._learns_cost and tried:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}
             if is_limited and tried[0] < FIRST_PROBES:
                 hopes[0] = math.inf
-            k = max(hopes, key=lambda k: hopes[k])
+            k = max(hopes, key=hopes.__getitem__)
             every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
             if hopes[k] > goodput[best] and self._since_probe >= every:
                 return k

@@ -94,12 +94,13 @@ class RequestRates:
         """
         pairs = list(zip(requests.groups, context_buckets(requests.lengths), strict=True))
         kinds = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
-        priors = PRIOR_WEIGHT * np.array([conditional(rates_of(*pair)) for pair in kinds])
+        ones = [1.0] * self._added.shape[-1]
+        priors = PRIOR_WEIGHT * np.array([(conditional(rates_of(*kind)), ones) for kind in kinds])
         if len(kinds) > 1:
             priors = priors[[kinds[pair] for pair in pairs]]
         rows = self._find(requests.keys)
-        accepted, verified = self._counts[rows].swapaxes(0, 1)
-        return ((accepted + priors) / (verified + PRIOR_WEIGHT)).cumprod(axis=1)
+        counts = self._counts[rows] + priors
+        return (counts[:, 0] / counts[:, 1]).cumprod(axis=1)
 
     @staticmethod
     def sums(

@@ -167,8 +167,8 @@ class StepCost:
             self._drift += drift
             surprise -= drift
         now = math.log(estimates[k] / points[k])
-        row.add(column, now + _clipped(surprise - now))
-        self._forget()
+        if row.add(column, now + _clipped(surprise - now)):
+            self._forget()
 
     def _forget(self) -> None:
         self._known.clear()
@@ -241,13 +241,16 @@ class _Row:
         self._weights = [0.0 for _ in points]
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
-    def add(self, column: int, surprise: float) -> None:
+    def add(self, column: int, surprise: float) -> bool:
         """Add the time of a round with users' requests. `column` is the index of its K.
 
-        `surprise` is the logarithm of this time divided by the known time.
+        `surprise` is the logarithm of this time divided by the known time. Return whether the
+        estimated times have changed.
         """
+        before = self.levels[column], self._weights[column]
         self.served[column].append(surprise)
         self._sum(column)
+        return before != (self.levels[column], self._weights[column])
 
     def move(self, points: Sequence[float]) -> None:
         """Replace the known times by `points`, and keep the served times."""
