@@ -93,8 +93,8 @@ def test_comments_are_not_code(tmp_path):
         file.write_text(text)
         return _code_of(file)
 
-    one = code('"""Words."""\ndef f(x):\n    """Words."""\n    return x + 1')
-    assert one == code("def f(x):\n    return x + 1  # words") != code("def f(x):\n    return x + 2")
+    one = code('"""Words."""\ndef f(x):\n    """Words."""\n    return x')
+    assert one == code("def f(x):\n    return x  # words") != code("def f(x):\n    return -x")
 
 
 def test_the_seed_is_stated(seed, record_property):

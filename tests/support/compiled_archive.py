@@ -1,4 +1,4 @@
-"""Functions compiled for an H200, as an archive: a fresh clone compiles only what has changed since.
+"""An archive of functions compiled for an H200, so that a fresh clone compiles only changed ones.
 
     python tests/support/compiled_archive.py
 
