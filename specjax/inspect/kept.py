@@ -35,9 +35,8 @@ class Kept:
 
     Attributes:
         recompiles: whether to compile every function again, and compare it with its file.
-        used: a pair (arguments, report) for each function that was found in the folder. The
-            arguments are those with which `compile_functions` would otherwise have compiled the
-            function.
+        used: a pair (arguments, report) for each function that was found in the folder. With these
+            arguments, `compile_functions` compiles only this function.
         num_compiled: how many functions were compiled because they were not found.
     """
 
