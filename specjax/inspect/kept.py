@@ -126,15 +126,6 @@ def _code_of(file: Path) -> str:
     """Return the code of a file without its comments and docstrings."""
     tree = ast.parse(file.read_text())
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [one for one in body if not _is_text(one)]
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            del node.body[: ast.get_docstring(node) is not None]
     return ast.dump(tree)
-
-
-def _is_text(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
