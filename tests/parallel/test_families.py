@@ -59,7 +59,7 @@ PARAMS = [
 # Of a kind that others have, too.
 VARIETIES = (
     *("llama 2 on 3", "qwen2", "glm4_moe", "glm4_moe_lite", "deepseek_v3 without q_lora"),
-    "qwen3_5_text on 4",
+    *("qwen3_5_text on 4", "qwen3_next"),
 )
 
 

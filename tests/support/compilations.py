@@ -41,6 +41,7 @@ MAX_KEPT = 12
 KEPT = Kept()
 # Programs are not kept on disk, because tests change them, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
+QUICK = replace(TOOLCHAIN, options={})  # for programs that `compile_quickly` is for
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 MAX_BYTES, ROOM = 5 << 28, 1 << 29  # of resident memory; ROOM is for other libraries
 
@@ -78,7 +79,7 @@ def compile_in_child(root: Path) -> None:
     """
     share_compilations(root / ".cache" / "jax")
     compile_quickly()
-    make = partial(CompiledPrograms, toolchain=replace(TOOLCHAIN, options={}))
+    make = partial(CompiledPrograms, toolchain=QUICK)
     Engine.make_programs = staticmethod(make)
 
 
