@@ -98,7 +98,8 @@ class TextIndex:
     def _unlink(self, ending: tuple[int, ...]) -> None:
         """Remove the latest occurrence of `ending`, the last tokens of a text that has ended.
 
-        No token follows this occurrence. If many texts end alike, a search would visit all of them.
+        No token follows it. If many texts ended with the same tokens, a search would visit all of
+        these ends.
         """
         for gram, latest, before in zip(GRAMS, self._latest, self._before, strict=True):
             key = hash(ending[-gram:])
