@@ -12,7 +12,6 @@ alone by all engines in turn. Then all prompts of the data set are decoded once 
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -61,7 +60,7 @@ def main() -> None:
         name: make_prompts(texts, tokenizer, settings, options.prompts)
         for name, texts in read_sets(options.spec_bench, options.humaneval).items()
     }
-    rows, samples = [], []
+    rows: list[list[Any]] = []
     with ExitStack() as stack:
         engines: dict[str, Engine] = {}
         for method in (PLAIN, *CONFIGS):
@@ -72,7 +71,6 @@ def main() -> None:
             for visit in "first", "second":
                 found = run(engines, settings.configurations, requests)
                 rows += [[name, visit, *row_of(one)] for one in found]
-                samples += [{"prompts": name, "time": visit, **asdict(one)} for one in found]
                 for row in rows[-len(found) :]:
                     print(*(f"{x:.2f}" if isinstance(x, float) else x for x in row), sep="\t")
     table = {
@@ -94,7 +92,6 @@ def main() -> None:
         "provenance": source,
         "settings": {name: str(value) for name, value in vars(options).items()},
         "tables": [table],
-        "samples": samples,
     }
     write_result(RESULTS / "text_drafts_cpu.json", result)
 
