@@ -30,10 +30,11 @@ class Rounds:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times.
+    """Run all prompts repeatedly, so that measured runs do not compile programs.
 
-    An engine compiles further shapes only once it has lost enough time without them. So the runs
-    take at least `_MIN_WARM_UP_SECONDS`, unless their number is reached before.
+    An engine compiles a program for another shape only after steps without this program have lost
+    enough time. So runs are repeated for at least `_MIN_WARM_UP_SECONDS`, until a run compiles
+    nothing, but at most `_MAX_WARM_UPS` times.
     """
     start = time.perf_counter()
     for _ in range(_MAX_WARM_UPS):
@@ -53,7 +54,7 @@ def measure(
     workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
-    """Run all prompts on this engine and on each peer, `num_rounds` times, and fill in `found`.
+    """Run all prompts `num_rounds` times on this and on other engines, and fill in `found`.
 
     In each round, every engine runs once. The engines take turns in being the first of a round.
     After an interrupt, `found` has the completed runs. This engine starts each run with an empty
@@ -100,7 +101,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
 
 
 def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
-    """Return for each peer a comparison of the peer's median run with this engine's median run."""
+    """Compare the median run of each other engine with this engine's median run."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():

@@ -147,11 +147,11 @@ def lay_out(
 
 
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """Return the divided array that a spec describes, in newly allocated memory.
+    """Divide an array over devices as a spec describes; return it in newly allocated memory.
 
-    `array` is either the whole model's array or an array that is divided already. A whole array on
-    devices is divided on these devices. A divided array without padding is copied. A divided array
-    with padding passes through the host, which removes the padding, and pads the result again.
+    `array` is the whole model's array, or is divided already. The devices that hold a whole array
+    also divide it. A divided array without padding is copied. A divided array with padding passes
+    through the host, which removes the padding, and pads the result again.
     """
     if array.shape == spec.shape and is_divided(array) and not spec.is_padded:
         return _copy(array, dtype, sharding)

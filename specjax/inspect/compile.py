@@ -273,9 +273,9 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 
 
 def _thunk_sequence(dumped: list[Path]) -> str:
-    """Return the text of the final thunk sequence.
+    """Return the text of the final thunk sequence (XLA's plan of launches).
 
-    XLA dumps a second sequence only if its thunk passes change the first sequence.
+    XLA's thunk passes may change the first sequence. Only then does XLA dump a second one.
     """
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:
@@ -291,8 +291,8 @@ def report(
 ) -> dict[str, Any]:
     """Return a description of a compiled function, as JSON-compatible types.
 
-    "num_passes" has two counts: for runs in which every conditional takes branch 0, and for runs in
-    which every conditional takes branch 1.
+    "num_passes" has two counts of passes (see hlo.py): for runs in which every conditional takes
+    branch 0, and for runs in which every conditional takes branch 1.
 
     Args:
         over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".

@@ -34,9 +34,8 @@ class Kept:
 
     Attributes:
         recompiles: whether to compile every function again, and replace its file in the folder.
-        used: a pair (arguments, report) for each function that was found in the folder. The
-            arguments are those with which `compile_functions` would otherwise have compiled the
-            function.
+        used: a pair (arguments, report) for each function that was found in the folder. With these
+            arguments, `compile_functions` compiles only this function.
     """
 
     folder: Path
