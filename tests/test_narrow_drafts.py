@@ -119,7 +119,9 @@ def test_layers_that_int4_cannot_hold_are_counted_in_the_log(checkpoints, caplog
     target = llama(checkpoints)
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K, "quantization": "int4"}
-    with simulated_engines(), LLM(target.folder, speculative_config=config, **SIZES) as llm:
+    caplog.set_level("INFO", "specjax")
+    options = SIZES | {"speculative_config": config, "verbose": True}
+    with simulated_engines(), LLM(target.folder, **options) as llm:
         found = jax.tree.leaves(llm.engine.params.drafter, is_leaf=is_weight)
     num_plain = sum(is_weight(x) for x in found)
     assert f"{num_plain} of the drafter's {num_plain} matrices stay plain, such" in caplog.text

@@ -223,8 +223,8 @@ class Repertoire:
     def settle(self, allowed_ms: float) -> None:
         """Compile the programs whose absence has cost the most time since the last call.
 
-        They are compiled in the background. They are so many that the absence of all other programs
-        has cost at most `allowed_ms`.
+        They are compiled in the background. No more are compiled once the absence of all other
+        programs has cost at most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())

@@ -60,8 +60,8 @@ def test_they_stay_packed(folders, tmp_path):
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert weight_bytes(open_model(folders[0]).specs, "float32") == size
     assert size < sum(x.nbytes for x in jax.tree.leaves(expected))
-    compiled = open_parts(str(folders[0]), None, None, "bfloat16").params.target  # not float32
-    assert jax.eval_shape(lambda: compiled.embedding.rows(jnp.zeros(2, int))).dtype == jnp.bfloat16
+    described = open_parts(str(folders[0]), None, None, "bfloat16").params.target.embedding
+    assert jax.eval_shape(lambda x: x.rows(jnp.zeros(2, int)), described).dtype == jnp.bfloat16
     ids = jnp.array([3, 95, 0, 3])
     np.testing.assert_array_equal(
         params.embedding.rows(ids), np.asarray(expected.embedding.values)[ids]
