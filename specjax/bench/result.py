@@ -186,7 +186,8 @@ class Details:
             tokens_per_chunk; None if there are no measurements.
         steady: figures of the steady window, when the number of running requests is about constant.
             It begins when every request has its first token, and ends when the first request ends.
-            If no time lies between, it is the middle of the run. `serve` only.
+            If a request ends before another one has its first token, the window is the middle of
+            the run. `serve` only.
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
             actual times follow this distribution.
         goodput: limits of latency, and how many requests meet the limits.

@@ -32,7 +32,7 @@ def measure(
     workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
-    """Run all prompts on this engine and on each peer, `num_rounds` times, and fill in `found`.
+    """Run all prompts `num_rounds` times on this and on other engines, and fill in `found`.
 
     In each round, every engine runs once. The engines take turns in being the first of a round.
     After an interrupt, `found` has the completed runs. This engine must be warm; the peers run once
@@ -78,7 +78,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
 
 
 def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
-    """Return for each peer a comparison of the peer's median run with this engine's median run."""
+    """Compare the median run of each other engine with this engine's median run."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():

@@ -36,7 +36,7 @@ class OfflineRun:
     Attributes:
         lossless: the comparison of outputs with plain decoding; None before the comparison.
         plain: the times of steps without drafts; None before they were measured.
-        drafting: the times of the benchmark's rounds.
+        drafting: the times of the benchmark's rounds, which draft and verify.
         warmed: how the engine was warmed up; None if it was not.
     """
 
@@ -99,7 +99,7 @@ class OfflineRun:
             self.warmed = warm_up(offline, self.prompts, min_runs)
 
     def finish(self, offline: Offline, batch: BatchRun) -> None:
-        """Keep the times of rounds, and describe the machine.
+        """Keep the times of rounds and a description of the machine, for `details`.
 
         With --verify-lossless, also verify the outputs of `batch`.
         """
@@ -121,7 +121,7 @@ class OfflineRun:
         )
 
     def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
-        """Return the `Details` of the result, without peers. `rounds` has each run's figures."""
+        """Return the `Details` of the result. Other engines are missing."""
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
         records = [record for batch in batches for record in batch.records]

@@ -45,8 +45,8 @@ class Compiler:
     """Compiles in threads the programs whose keys are passed to `ask`, and keeps them.
 
     `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
-    `is_urgent` means that requests wait for the program. Programs that are not urgent are compiled
-    only while the process uses less than the fraction `maps_for_shapes` of its allowed memory maps.
+    `is_urgent` means that requests wait for the program. Other programs are compiled only while the
+    process uses less than the fraction `maps_for_shapes` of its allowed memory maps.
 
     Attributes:
         ready: the compiled programs, by key.

@@ -5,8 +5,8 @@
 While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
 program takes one packed array from the host, and returns its results as one packed array. A step
 may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
-such steps are frequent, both parts run as one program. A round with grammars is launched as several
-programs, so that the host computes masks while the target runs over the drafts.
+such steps are frequent, both parts run as one program. A round with grammars is several programs:
+the host computes masks while the target runs over the drafts.
 """
 
 import os
@@ -428,7 +428,7 @@ class Engine:
         """Return the times of rounds for each K in `ks`.
 
         If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
-        shape. In exact mode, all times are equal, because all rounds have one shape.
+        shape. With `exact`, all times are equal, because all rounds have one shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -85,7 +85,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round whose programs were launched, except its last program, `Settle`."""
+    """A round whose programs were launched, except `Settle`, which verifies the drafts."""
 
     plan: DecodePlan
     variant: Variant
@@ -107,10 +107,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done`, the end time, of programs that must have ended before a later launch.
+    """Set the end time `done` of programs that had ended before a later program was launched.
 
-    On a CPU, a launch may return only after the launched program has ended. All programs that were
-    launched earlier had then ended before this launch.
+    On a CPU, a launch may return only after the launched program has ended. In this case, all
+    earlier programs had ended before the launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

@@ -44,7 +44,7 @@ _PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_l
 
 
 class Ready(NamedTuple):
-    """The compiled shapes of steps of some requests, and the compiled programs of split rounds.
+    """The step shapes that are compiled for certain requests, and the programs of split rounds.
 
     In a split round, only some requests draft.
     """
@@ -54,7 +54,7 @@ class Ready(NamedTuple):
 
 
 class Repertoire:
-    """The variants and shapes of one engine's steps."""
+    """The shapes and variants (extra work, such as log-probabilities) of one engine's steps."""
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
@@ -170,9 +170,9 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        A variant is a set of extra work on logits, such as log-probabilities. Variants that do all
-        that the requests need are tried in this order: one whose programs are compiled in the
-        plan's shape, any one that an earlier request needed, and a new one.
+        A variant is a set of extra work on logits, such as log-probabilities. The result includes
+        all work that the requests need. Preferred are variants whose programs are compiled in the
+        plan's shape, then variants that an earlier request needed. Otherwise, the variant is new.
         """
         self._look()
         asked = self.asked_by(all_demands)
@@ -235,7 +235,7 @@ class Repertoire:
             self._programs.compile_behind(needed, is_urgent=False)
 
     def ready_for(self, all_demands: Iterable[Demands]) -> Ready:
-        """Return what is compiled for steps whose requests have `all_demands`."""
+        """Return the compiled shapes and split rounds for requests that have `all_demands`."""
         self._look()
         asked = self.asked_by(all_demands)
         if asked not in self._compiled:
@@ -332,7 +332,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the known variants that do all the work of the variant `asked`.
+        """Return the known variants (sets of extra work) that include all work of `asked`.
 
         Variants with masks come last if `asked` has no masks.
         """

@@ -54,8 +54,7 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
     """Wait after an interrupt (Ctrl-C) until no thread compiles programs.
 
     If the user interrupts again during the wait, the process ends at once. It also ends at once if
-    `is_second`, which says that this is already the second interrupt. `tell` is called as in
-    `wait_for`.
+    this is already the second interrupt (`is_second`). `tell` is called as in `wait_for`.
     """
     _is_leaving.set()
     try:

@@ -3,8 +3,8 @@
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
 decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
 and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
-before it has the results of step N. It then knows only that a round gives a sequence at least one
-token, and at most one token more than the sequence has drafts.
+before it has the results of step N. It then knows only that a round with n drafts gives a sequence
+1 to n + 1 tokens.
 """
 
 import heapq
@@ -352,7 +352,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages. Queue a request's other samples once its first is prefilled."""
+        """Cache the chunks' pages. Queue a request's other samples when the first is prefilled."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence

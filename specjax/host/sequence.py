@@ -86,7 +86,7 @@ class Sequence:
         return sequence
 
     def arrive(self, arrival: int) -> None:
-        """Set the number of the request in the order of arrival."""
+        """Set `arrival`, the request's number in the order of arrival, and the resulting rank."""
         self.arrival, self.rank = arrival, (self.request.priority, arrival, self.index)
 
     def __lt__(self, other: "Sequence") -> bool:

@@ -33,7 +33,7 @@ class Source(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Prepare for the drafts of a new round. Limits on the work per round start again."""
+        """Prepare for the drafts of a new round: reset the limits on the work per round."""
         ...
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:

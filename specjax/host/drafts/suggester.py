@@ -35,10 +35,10 @@ class Suggestion(NamedTuple):
 
 
 def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
-    """Return whether the device used a path in the round that gave the last `num_kept` tokens.
+    """Return whether the device used a path (a suggestion) in the round of the last tokens.
 
-    A path is used if it agrees with the tokens that were known before the round, and continues
-    after them.
+    The round gave the last `num_kept` tokens. A path is used if it agrees with the tokens that were
+    known before the round, and continues after them.
     """
     if path is None:
         return False
@@ -49,7 +49,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The continuation with the highest expected number of accepted drafts, of all sources."""
+    """The best continuation of all sources: the most accepted drafts are expected from it."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight
@@ -171,7 +171,10 @@ class Suggester:
         return Suggestion(start, tokens, found.source, min(found.best.score, k))
 
     def _find(self, sequence: Sequence, k: int, most_in_flight: int) -> _Found:
-        """Return the best continuation after up to `most_in_flight` tokens of rounds in flight."""
+        """Return the best continuation: expected tokens of rounds in flight, then drafts.
+
+        Rounds in flight give at most `most_in_flight` tokens.
+        """
         means = self._means.get(sequence)
         if means is None:
             means = self._means[sequence] = _Means(self._mean_of_drafter)

@@ -105,8 +105,8 @@ class RequestRates:
 
         `rates` f64[n, K] are the unconditional rates of the drafter's drafts. `limits` holds each
         request's maximum number of drafts; None means that requests have no limits. `texts` are the
-        drafts from texts, which may be used instead of the drafter's drafts. All drafts of a text
-        are assumed to be equally likely accepted.
+        drafts from texts, which may be used instead of the drafter's drafts. All drafts from a text
+        are assumed to have the same probability of acceptance.
         """
         rates = np.asarray(rates)
         n, k = rates.shape
@@ -130,7 +130,7 @@ class RequestRates:
         self._counts[:, rows] = keep * self._counts[:, rows] + (self._positions < ends)
 
     def fade(self, keys: Sequence[Hashable], factor: float) -> None:
-        """Multiply the counts of these requests by `factor`, which moves rates to the priors."""
+        """Multiply these requests' counts by `factor`, so that rates approach the prior rates."""
         rows = self._find(keys)
         self._counts[:, rows] *= factor
 

@@ -9,7 +9,7 @@ A served round is a round with users' requests. Its time is measured, and correc
 The logarithm of (served time / known time) is modelled as a sum of three terms:
 
 - a term that all points of a batch size share, for example because of the host's time,
-- a term of the point alone,
+- a term of each point,
 - noise.
 
 The estimate is the posterior mean of this random-effects model. For a point that was served several
@@ -39,7 +39,7 @@ _Place = tuple[int, int]  # (index of a batch size, bucket of lengths, see `cont
 
 
 class StepCost:
-    """Estimates times of rounds, and learns from observed times.
+    """Estimates times of rounds (draft, then verify), and learns from observed times.
 
     All times may drift together, for example because of clock rates, other users or longer texts.
     So each observed time also corrects the times of batch sizes and Ks that have not run lately.
