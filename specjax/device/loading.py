@@ -39,7 +39,7 @@ from specjax.device.weights.stored import as_stored
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
 _MAX_LISTED = 20
-MAX_PROGRAMS = 64  # compiled programs of each kind to keep; a checkpoint and its drafter need up to 44
+MAX_PROGRAMS = 64  # compiled programs of each kind to keep; one checkpoint needs up to 44
 
 
 def no_log(line: str) -> None:
