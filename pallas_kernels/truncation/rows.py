@@ -21,9 +21,10 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a lower bound of the smallest logit to keep, and the row's maximum and sum of weights.
+    """Write a row's maximum, its sum of weights, and a lower bound of the smallest logit to keep.
 
-    The bound is a key (see `ordered`). If no token is to be excluded, only the bound 0 is written.
+    The bound is a key (see `ordered`). If the row's settings exclude no token, the kernel writes
+    only the bound 0.
     """
     row = pl.program_id(0)
     asked = Asked.read(refs[:4], row, vocab_size)

@@ -58,11 +58,11 @@ def first_only(num_devices: int) -> Share:
 def grouped(
     num_heads: int, num_groups: int, num_devices: int, *, may_copy: bool = True
 ) -> tuple[Share, Share]:
-    """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
+    """Return how devices divide `num_heads` query heads, and their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
     heads. Usually each device takes some key heads, each with all of its query heads. The last
-    devices may take fewer, and have heads of zeros.
+    devices may take fewer heads. Heads of zeros then fill their arrays.
 
     If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
     devices have a copy of the same key head, and divide its query heads.

@@ -230,7 +230,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas).
+    """Return W_o of the module's docstring: the bytes of weights that a drafter reads to observe.
 
     `token` is the number of bytes per token in the drafter's cache.
     """

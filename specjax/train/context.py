@@ -63,7 +63,7 @@ class UnrolledRows(_Attending):
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
-        """Return the rows of `batch` sequences at draft `step`."""
+        """Return the rows of step `step`, for `batch` sequences of `length` tokens each."""
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
 
     def mix(

@@ -85,8 +85,8 @@ class Dense(Matrix):
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """Return the product [N, out - first] of rows x [N, in] with columns from `first` on.
 
-        A GPU reads only the columns from `first` on. A CPU would copy them, which takes longer than
-        the product with all columns.
+        On a GPU, only the columns from `first` on are read. On a CPU, the product with all columns
+        is computed, because XLA would copy the columns from `first` on, which takes longer.
         """
         return jax.lax.platform_dependent(
             x,

@@ -101,7 +101,7 @@ class _Spec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False: the stored tensors do not have the shapes `file_shapes`."""
+        """False: `file_shapes` are shapes of the unpacked weights, not of tensors in the file."""
         return False
 
     @property

@@ -67,7 +67,7 @@ class Policy(Protocol):
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Prepare to serve an engine. Calling `replay` measures the times of rounds."""
+        """Prepare to serve an engine. `replay` is a function that measures the times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
