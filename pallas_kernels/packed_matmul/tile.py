@@ -63,11 +63,7 @@ def multiply_packed(
         return of_groups(scales_ref, run, 0.0)
 
     def numbers_of(run):
-        """Return the numbers of a run (see `packed_matmul`) minus their zero points, as a pair.
-
-        The first item has the numbers in the lower bits of the run's bytes. The second item has the
-        numbers in the upper bits.
-        """
+        """Return the numbers in the lower and upper bits of a run's bytes, minus zero points."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[(*tile.group, outputs[:, None], byte)], mask=mask, other=0)

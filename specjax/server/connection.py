@@ -75,9 +75,9 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _check_reading(self) -> None:
-        """Close the connection if the client has read nothing of an answer since the last call.
+        """Close the connection if the client did not read the rest of an answer since the last call.
 
-        Otherwise, schedule the next call. An answer that is still streamed does not count.
+        Otherwise, schedule the next call. `Events` watches the client of a streamed answer.
         """
         has_answered = self.cycle is None or self.cycle.response_complete
         is_over = has_answered or self.transport.is_closing()
