@@ -75,7 +75,7 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _check_reading(self) -> None:
-        """Close the connection if the client did not read the rest of an answer since the last call.
+        """Close the connection if the client has stopped reading an answer since the last call.
 
         Otherwise, schedule the next call. `Events` watches the client of a streamed answer.
         """
