@@ -315,8 +315,8 @@ def _verify_drawn(
     """Return the verdict of a method that accepts drafts at random.
 
     `drawn` returns the number of accepted drafts i32[B], and the weights f32[B, V] from which the
-    token after them is sampled. Negative weights count as 0. In a greedy batch, drafts are compared
-    with the argmax, which is equivalent and needs no sampling.
+    token after these drafts is sampled. Negative weights count as 0. In a greedy batch, drafts are
+    compared with the argmax, which is equivalent and needs no sampling.
     """
 
     def verify(draft, target):

@@ -28,7 +28,7 @@ class CallReader(Protocol):
         ...
 
     def close(self, *, is_complete: bool) -> str:
-        """End the text that holds the tool calls, and return what belongs to no call.
+        """End the text that holds the tool calls, and return the text that belongs to no call.
 
         `is_complete` is true if a closing text followed, such as "</tool_call>", and false if the
         response ended first.

@@ -101,7 +101,7 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """Return the matrix as `Blocks` if devices of `platform` multiply faster with them.
+        """Return the matrix as `Blocks` if devices of `platform` then multiply faster.
 
         A matrix on several devices is returned unchanged. So is a matrix in host memory (a NumPy
         array), as in an engine that sleeps.
