@@ -31,7 +31,7 @@ class SplitColumns:
         """Return each row's highest threshold that keeps enough weight; see `AllColumns`.
 
         The devices find the threshold digit by digit, from the highest digit on. A digit has four
-        bits, so the devices exchange 15 sums per row to find it. To find its bits one by one would
+        bits, so the devices exchange 15 sums per row to find it. Finding the bits one by one would
         take four exchanges of one sum each, which is slower: in every exchange, the devices wait
         for each other.
         """

@@ -22,7 +22,7 @@ from specjax.device.vocabulary import Vocabulary
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Suggestions:
-    """A path of expected tokens for each of B requests."""
+    """For each of B requests, a path: the tokens that the host expects from a position on."""
 
     starts: Int32[jax.Array, "B"]  # position of the path's first token
     tokens: Int32[jax.Array, "B W"]  # padded with -1

@@ -350,7 +350,7 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """If more programs are ready than at the last call, clear results that depend on them."""
+        """Clear cached results if more programs are ready than at the last call; see `_forget`."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()

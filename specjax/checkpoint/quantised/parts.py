@@ -152,8 +152,8 @@ def _order_of_part(tensor: PackedTensor, cut: Cut, device: int) -> tuple[int, np
     """Return the size of groups in the parts of all devices, and the order of one part's inputs.
 
     The inputs of a group are not adjacent in the matrix, so each device gets some inputs of each
-    group. How many it gets differs by group. So all groups are padded to the same size, with
-    indices past the last input.
+    group. The number of these inputs differs by group and by device. So all groups are padded to
+    the same size, with indices past the last input.
     """
     assert tensor.order is not None
     depth, count = tensor.shape[1], tensor.num_groups

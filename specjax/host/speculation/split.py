@@ -67,7 +67,7 @@ class Splitter:
         rates: RequestRates,
         fairness: Fairness | None,
     ) -> Split | None:
-        """Choose which requests draft in the next round; return None if all draft or none.
+        """Choose which requests draft in the next round; return None if the round is not split.
 
         The attribute `split` is set to the result. The attribute `wish` may be set, too.
 
