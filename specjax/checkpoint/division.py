@@ -327,7 +327,7 @@ def _check_shapes(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of the spec's file tensor number `index`; None if it is never divided."""
+    """Return how devices divide file tensor number `index`; None if they do not divide it."""
     for axis, sections in spec.cuts[index] if spec.cuts else ():
         if any(name in shares for name, _ in sections):
             each = ((None if name is None else shares[name], size) for name, size in sections)

@@ -78,7 +78,10 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return a variant without log-probabilities of prompts, which rounds never need."""
+    """Return a variant (a set of extra work) without log-probabilities of prompts.
+
+    Rounds never need these log-probabilities, so fewer programs are compiled.
+    """
     return variant._replace(num_prompt_logprobs=None)
 
 
