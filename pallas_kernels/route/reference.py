@@ -21,7 +21,10 @@ class Rule(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The routes of N rows. Entry n C + c is the pair of row n and its c-th best expert."""
+    """The C chosen experts of each of N rows.
+
+    Entry n C + c is the pair of row n and its c-th best expert.
+    """
 
     weights: jax.Array  # f32[N, C]
     experts: jax.Array  # i32[N, C], the best first

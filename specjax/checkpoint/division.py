@@ -58,11 +58,11 @@ def first_only(num_devices: int) -> Share:
 def grouped(
     num_heads: int, num_groups: int, num_devices: int, *, may_copy: bool = True
 ) -> tuple[Share, Share]:
-    """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
+    """Return how devices divide `num_heads` query heads, and their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
     heads. Usually each device takes some key heads, each with all of its query heads. The last
-    devices may take fewer, and have heads of zeros.
+    devices may take fewer heads. Heads of zeros then fill their arrays.
 
     If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
     devices have a copy of the same key head, and divide its query heads.
@@ -327,7 +327,7 @@ def _check_shapes(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of the spec's file tensor number `index`; None if it is never divided."""
+    """Return how devices divide file tensor number `index`; None if they do not divide it."""
     for axis, sections in spec.cuts[index] if spec.cuts else ():
         if any(name in shares for name, _ in sections):
             each = ((None if name is None else shares[name], size) for name, size in sections)

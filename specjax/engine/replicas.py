@@ -247,7 +247,7 @@ class _Replica:
         return not self.is_dead and not self.lost
 
     def begin(self) -> None:
-        """Let the thread run a step when it gets a turn, if the engine has unfinished requests."""
+        """Ask the thread to run a step, if requests are unfinished and no step is running."""
         if self.engine.has_work and not self.is_stepping:
             self.work.put(self._step)
             self.is_stepping = True

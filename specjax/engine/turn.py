@@ -25,7 +25,7 @@ class Turn:
             self._owner = owner
 
     def give(self, owner: int) -> bool:
-        """Give the turn back if `owner` has it, and return whether it had the turn."""
+        """Release the lock if `owner` holds it. Return whether `owner` held the lock."""
         with self._changed:
             if self._owner != owner:
                 return False

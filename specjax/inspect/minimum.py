@@ -237,7 +237,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any) -> int:
-    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas)."""
+    """Return W_o: the bytes of the weights that a drafter reads when it observes rows."""
     if hasattr(params, "lm_heads"):  # Medusa only keeps a state of the target
         return 0
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)

@@ -50,7 +50,7 @@ class StepRequest:
         batch: the number of requests.
         k: the number of drafts; 0 for a step without drafting.
         context: the number of tokens per request. The cache is just large enough for them.
-        gemm: matmul kernels: "triton", which XLA chooses without autotuning, or "cublas".
+        gemm: the matmul kernels: "triton" (made by XLA, without autotuning) or "cublas".
         method: the drafting method; None for plain decoding, which needs k = 0.
         drafter: the drafter's checkpoint. If None, the method "mtp" uses the model's own module,
             and "eagle" uses a head of the model's own shape.

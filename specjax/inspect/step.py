@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The models that each device runs, with the shapes of its parameters."""
+        """The models as each device runs them, with the shapes of one device's parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 

@@ -31,7 +31,7 @@ class Origin(Protocol):
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name and relative error of the weight that `copy` has quantised, if any."""
+        """The name and the relative error of the weight that `copy` has quantised, or None."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -92,8 +92,8 @@ class QuantisedArray:
     def parts(self) -> tuple[Any, ...]:
         """See `Origin`.
 
-        Array 0 of a weight lists the parts of the whole weight, because its copy is made first and
-        quantises the weight. The other arrays list no parts.
+        Array 0 of a weight is copied first, and this copy quantises the whole weight. So array 0
+        lists all arrays of the update that the weight is made of. The other arrays list none.
         """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts

@@ -32,7 +32,7 @@ class Running:
         return self.sequence.request.request_id
 
     def close_span(self, version: int) -> None:
-        """Record that the tokens since the last span come from `version`."""
+        """Record that weights of `version` generated the tokens since the last call."""
         num_new = self.sequence.num_output - sum(span.num_tokens for span in self.spans)
         if num_new and self.spans and self.spans[-1].version == version:
             num_new += self.spans.pop().num_tokens

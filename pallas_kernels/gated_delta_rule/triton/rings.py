@@ -61,7 +61,8 @@ class Rings(NamedTuple):
 def correct(states, u, k, *, interpret):
     """Return S + u k^T.
 
-    Folding and verification share this function, because they must round in the same way.
+    This is the update of a state S with a token. The verification of a draft and the later update
+    with the accepted token both call this function, because they must round in the same way.
     """
     return [
         multiply_add(_wide(u[:, None], s), _wide(piece[None], s), s, interpret=interpret)

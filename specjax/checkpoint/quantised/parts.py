@@ -63,8 +63,8 @@ def _runs(side: int, size: int, cut: Cut) -> int | None:
 def _refined(scales: np.ndarray, axis: int, side: int, run: int, size: int) -> np.ndarray:
     """Return scales for smaller groups of rows, by repeating `scales` along an axis.
 
-    The axis has `size` rows. In `scales`, every `side` rows have a scale. In the result, every
-    `run` rows have a scale.
+    The axis has `size` rows. In `scales`, `side` adjacent rows share a scale. In the result, `run`
+    adjacent rows share a scale.
     """
     fine = np.repeat(scales, side // run, axis=axis)
     return fine.take(np.arange(size // run), axis=axis)
@@ -149,11 +149,11 @@ def _packed_part(tensor: PackedTensor, cut: Cut, device: int) -> PackedPart | No
 
 
 def _order_of_part(tensor: PackedTensor, cut: Cut, device: int) -> tuple[int, np.ndarray]:
-    """Return the size of groups in all parts, and the order of one part's inputs.
+    """Return the size of groups in the parts of all devices, and the order of one part's inputs.
 
-    Each part has all groups of the matrix, but only some inputs of each group. The number of these
-    inputs differs, because the inputs of a group are not adjacent in the matrix. So the groups are
-    padded to the same size, with indices past the last input.
+    The inputs of a group are not adjacent in the matrix, so each device gets some inputs of each
+    group. The number of these inputs differs by group and by device. So all groups are padded to
+    the same size, with indices past the last input.
     """
     assert tensor.order is not None
     depth, count = tensor.shape[1], tensor.num_groups

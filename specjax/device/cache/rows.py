@@ -118,7 +118,7 @@ class JoinedRows:
 
     @property
     def attends(self) -> bool:
-        """Whether the output of attention is used in any part."""
+        """Whether any of the concatenated parts of the step uses the output of attention."""
         return any(rows.attends for rows in self.parts)
 
     @property

@@ -84,7 +84,7 @@ class PEagleHead(Eagle3Head):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Run all layers on `tokens` i32[N] and g = `hidden` [N, D].
+        """Run all layers on `tokens` i32[N] and `hidden` [N, D] (g in the module's docstring).
 
         Return the normed output [N, D] and the new kv.
         """

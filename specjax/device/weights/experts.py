@@ -57,8 +57,8 @@ def expert_matrices(
 ) -> ExpertMatrices:
     """Return `ExpertMatrices` of experts whose projections are separate tensors.
 
-    The projections of an expert are merged into one matrix. A `TensorSpec` takes the place of the
-    array. `checkpoint.spec.experts` explains the arguments.
+    The projections of an expert are merged into one matrix. The result holds a `TensorSpec` instead
+    of an array. `checkpoint.spec.experts` explains the arguments.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 

@@ -101,7 +101,7 @@ class _Spec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False: the stored tensors do not have the shapes `file_shapes`."""
+        """False: `file_shapes` are shapes of the unpacked weights, not of tensors in the file."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class _CodesSpec(_Spec):
         return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the tensors of packed codes. If inputs are reordered, add the order at the end."""
+        """Return the tensors of packed numbers, and then the order of inputs if it is not None."""
         tensors = [find(name) for name in self.names]
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order

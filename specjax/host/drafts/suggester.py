@@ -50,7 +50,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The best continuation of all sources: the most accepted drafts are expected from it."""
+    """The continuation, of any source, from which the most accepted drafts are expected."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight

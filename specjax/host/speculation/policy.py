@@ -67,7 +67,7 @@ class Policy(Protocol):
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Prepare to serve an engine. Calling `replay` measures the times of rounds."""
+        """Prepare to serve an engine. `replay` is a function that measures the times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
@@ -384,8 +384,8 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. With
-        `is_limited`, no K may be much slower than K = 0, so K = 0 is tried, too. If no K was tried
+        A K is tried if its time is so uncertain that its goodput may be the best. `is_limited` says
+        whether rounds are compared with K = 0, so that K = 0 is tried, too. If no K was tried
         for `PROBE_EVERY` rounds, the neighbour of `best` used in the fewest rounds is tried.
         """
         n = load.num_sequences

@@ -236,9 +236,10 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add the time of a round with users' requests. `column` is the index of its K.
+        """Add the time of a served round, a round with users' requests.
 
-        `surprise` is the logarithm of this time divided by the known time.
+        `column` is the index of the round's K. `surprise` is log(served time / known time). The
+        known time is from a profile or from artificial rounds.
         """
         self.served[column].append(surprise)
         self._sum(column)
@@ -260,8 +261,9 @@ class _Row:
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of log(served time / known time) for this batch size. If a K
-        has no served times, its estimate is kept between the served times of smaller and larger Ks.
+        Served times are the times of rounds with users' requests. The estimate of a K without
+        served times is limited to the range between the served times of smaller and of larger Ks.
+        `elsewhere` is the prior mean of log(served time / known time) for this batch size.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         factor = math.exp(shared)
@@ -281,10 +283,11 @@ class _Row:
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
+        """Return the time of each K, estimated from `prior` and from the served times.
 
-        All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
-        without served times changes, too.
+        Served times are the times of rounds with users' requests. `prior` has estimates that do not
+        use them. First, all of `prior` is scaled by the mean ratio of the served times to `prior`.
+        So the time of a K without served times changes, too.
         """
         known = zip(self._weights, self.levels, prior, self.points, strict=True)
         moves = (weight * (level - math.log(ms / own)) for weight, level, ms, own in known)
