@@ -278,9 +278,10 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether a function of `module` was replaced by code that digests do not cover.
+    """Return whether a function of `module` was replaced by code outside of installed packages.
 
-    Modules whose code is in no compiled program are not checked: for these, return False.
+    The file names of compiled programs are digests, which do not cover such code. Return False for
+    modules whose code is in no compiled program.
     """
     if not module.startswith(TRACED):
         return False

@@ -59,11 +59,12 @@ class Programs(Protocol):
         ...
 
     def max_deferred(self, batch: int) -> int:
-        """Return how many rounds without drafts may run before `Observe` must run.
+        """Return for how many rounds without drafts the drafter may read the hidden states later.
 
-        `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
-        requests. Return 0 if the drafter must read the hidden states at the end of each round. It
-        always does so if a round and prefill chunks run as one program (`Joined`).
+        It then reads the hidden states of all these rounds at once, in the program `Observe`. Each
+        round has `batch` requests. Return 0 if the drafter must read the hidden states at the end
+        of each round. If a round and prefill chunks run as one program (`Joined`), the drafter
+        always reads the round's hidden states at its end.
         """
         ...
 

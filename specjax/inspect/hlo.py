@@ -76,7 +76,10 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the passes of a module, as this file's docstring defines them."""
+    """Return the reads and writes of at least `num_elements` elements of an array, in a module.
+
+    The array must have a dimension of size `columns`, and must not be a parameter of the module.
+    """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {

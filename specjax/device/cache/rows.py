@@ -123,7 +123,7 @@ class JoinedRows:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The range of each part's rows."""
+        """For each of the joined `parts`, the slice with its rows."""
         ends = list(accumulate((len(rows.positions) for rows in self.parts), initial=0))
         return tuple(map(slice, ends, ends[1:]))
 

@@ -6,7 +6,7 @@
     logits = head norm(y)                         usually over a reduced vocabulary
 
 There may be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 may
-apply a norm to each h before fc. In a head without states h, g is the target's normed output. For
+apply a norm to each h before fc. Some heads read no h: their g is the target's normed output. For
 each draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with
 the full vocabulary may use the target's output head.
 """

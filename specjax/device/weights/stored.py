@@ -121,7 +121,7 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
 
 
 def _table(x: Table, found: Sequence[Any]) -> Any:
-    """Return the table `x` in the form in which its tensor is stored."""
+    """Return `x`, or a `StoredTable` if the table's tensor in the file is quantised."""
     made = _one_form(x.values, found, [0])  # pyright: ignore[reportArgumentType]
     if type(made) is Dense:
         return x

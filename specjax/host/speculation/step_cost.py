@@ -229,7 +229,7 @@ class _Row:
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the known times by `points`, and keep the served times."""
+        """Replace the known times by `points`. Times of users' rounds do not change."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
             moved = [x + math.log(old / new) for x in served]
             served.clear()
@@ -239,7 +239,7 @@ class _Row:
         self._sum()
 
     def forget(self, column: int) -> None:
-        """Forget the served times of the K with the index `column`."""
+        """Forget the times of users' rounds with one K. `column` is the index of this K."""
         self.served[column].clear()
         self._sum()
 
