@@ -174,7 +174,7 @@ def _uses_head_of_target(own: Any) -> bool:
 def _cache_bytes(
     target: Model, dtype: str, page_format: PageFormat | None, context: int
 ) -> tuple[int, int, int]:
-    """Return three sizes in bytes of what a target caches.
+    """Return three sizes of a target's caches, in bytes.
 
     Returns:
         The size of the keys and values of one token.
