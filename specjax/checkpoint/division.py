@@ -177,9 +177,9 @@ class DividedSpec(TensorSpec):
         local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: () if devices take parts of tensors. If each device takes whole tensors instead, for
-            example the tensors of some experts: a tuple per device with the indices of the tensors
-            that it takes. None instead of an index means a tensor of zeros.
+        taken: () if devices take parts of tensors. Otherwise each device takes whole tensors, for
+            example the tensors of some experts. Then `taken` has a tuple per device with the
+            indices of its tensors. None instead of an index means a tensor of zeros.
     """
 
     local: TensorSpec
