@@ -76,9 +76,10 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the reads and writes of at least `num_elements` elements of an array, in a module.
+    """Return the passes of an HLO module.
 
-    The array must have a dimension of size `columns`, and must not be a parameter of the module.
+    A pass is a read or a write of at least `num_elements` elements of an array that has a dimension
+    of size `columns`. Parameters of the module do not count as arrays.
     """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)

@@ -54,7 +54,7 @@ def _cut(tensor: Readable, cut: Cut, device: int) -> Part:
 def _runs(side: int, size: int, cut: Cut) -> int | None:
     """Return how many adjacent rows share a scale in a device's part of a matrix.
 
-    The whole matrix has `size` rows, of which `side` adjacent rows share a scale. Return None if
+    The whole matrix has `size` rows, and every `side` adjacent rows share a scale. Return None if
     all rows of the whole matrix share one scale.
     """
     return None if side >= size else math.gcd(side, cut.unit)

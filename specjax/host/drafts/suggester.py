@@ -27,7 +27,7 @@ LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this numb
 
 
 class Suggestion(NamedTuple):
-    """The tokens that the host expects from position `start` on. The last may become drafts."""
+    """The tokens that the host expects from position `start` on. The last ones may be drafts."""
 
     start: int
     tokens: list[int]
@@ -116,7 +116,7 @@ class Suggester:
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens in a `Suggestion`: of the round in flight, then the drafts."""
+        """Maximum number of tokens in a `Suggestion`: for the round in flight, and for the next."""
         return 2 * self.max_drafts + 1 if self.sources else 0
 
     def suggest(

@@ -129,9 +129,9 @@ class TextIndex:
 
         It has `num_in_flight` expected tokens, followed by at most `count` drafts. It is `NOTHING`
         if no drafts are found. A match is an earlier occurrence of the last of `tokens`. For each
-        length n of a match, one continuation is built: all matches of at least n tokens vote for
-        each next token. Of these continuations, the one with the largest score is returned. If
-        scores are equal, it is the one of the longest match.
+        length n of a match, one continuation is built: each next token is the most frequent token
+        after the matches of at least n tokens. The continuation with the largest score is returned.
+        Of equal scores, the continuation of the longest match is returned.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING

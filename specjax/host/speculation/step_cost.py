@@ -244,7 +244,10 @@ class _Row:
         self._sum(column)
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the known times by `points`. Times of users' rounds do not change."""
+        """Replace the known times by `points`.
+
+        The times of rounds with users' requests do not change.
+        """
         for served, old, new in zip(self.served, self.points, points, strict=True):
             moved = [x + math.log(old / new) for x in served]
             served.clear()
@@ -253,7 +256,7 @@ class _Row:
         self._sum(*range(len(points)))
 
     def forget(self, column: int) -> None:
-        """Forget the times of users' rounds with one K. `column` is the index of this K."""
+        """Forget the times of rounds with users' requests and one K, whose index is `column`."""
         self.served[column].clear()
         self._sum(column)
 
