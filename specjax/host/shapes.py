@@ -60,7 +60,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the shape for the next step's chunks, whose width is `best_width`."""
+        """Return the shape of width `best_width` for the next step's chunks."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
     def max_chunks(self, width: int) -> int:
