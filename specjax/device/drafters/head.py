@@ -22,7 +22,7 @@ class DraftHead(DrafterWeights, Protocol):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
+        """Indices of the target's layers. The head reads the inputs of these layers."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
+        """Indices of the target's layers. The head reads the inputs of these layers."""
         return self.head.aux_layers
 
     @property
