@@ -74,7 +74,7 @@ def keep_programs(folder: Path | None) -> None:
 def executables_folder() -> Path | None:
     """Return the folder in which compiled programs are stored; None if they are not stored.
 
-    If JAX has a compilation cache, the folder is within the folder of this cache.
+    If JAX has a compilation cache, programs are stored in a folder within the cache's folder.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept

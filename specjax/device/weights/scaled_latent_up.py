@@ -150,7 +150,7 @@ class _ScalesSpec(_Spec):
 
 
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
-    """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
+    """Return the `ScaledLatentUp` that is stored as `tensor`. It has `TensorSpec`s, not arrays.
 
     `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
     needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be

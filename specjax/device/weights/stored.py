@@ -57,9 +57,9 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs`, changed so that weights that the files store quantised stay quantised.
+    """Return `specs` with which weights that the files store quantised are loaded quantised.
 
-    Weights that are stored unquantised, or in a form that must be unpacked, are unchanged.
+    The specs of other weights, and of weights in a form that must be unpacked, are unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.
