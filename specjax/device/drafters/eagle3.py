@@ -422,8 +422,8 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
     """Return a head's tensors `d2t` and `t2d` in the published format.
 
-    `d2t` holds i64[V_d], the target's i-th id minus i. `t2d` is a mask bool[V], true for tokens of
-    the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.
+    `d2t` i64[V_d] holds, for each draft id i, the target's id minus i. `t2d` bool[V] is true for
+    tokens of the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.
     """
     if params.target_ids is None:
         return {}
