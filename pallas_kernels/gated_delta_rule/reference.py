@@ -258,11 +258,10 @@ def advance(
     beta: jax.Array,
     known: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the states f32[B, H_v, D_v, D_k] after one token, and the token's output and u.
+    """Return the states f32[B, H_v, D_v, D_k] after one token, the token's output, and u.
 
-    The output and u, the correction of the state, are f32[B, H_v, D_v]. u is `known` +
-    beta (v - S k). For a new token, `known` is 0. For a pending token, beta is 0 and `known` is
-    its u.
+    u is the correction of the state, `known` + beta (v - S k). For a new token, `known` is 0. For a
+    pending token, beta is 0, and `known` is the token's u. The output and u are f32[B, H_v, D_v].
     """
     s = s * decay[..., None, None]
     u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))

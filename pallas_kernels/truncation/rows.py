@@ -89,10 +89,11 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """If a row has many candidates, find the threshold among them, and exclude those below it.
+    """Truncate a row that has many candidates: find its threshold, and exclude lower candidates.
 
-    The search takes more registers than in `select_kernel`, or reads the candidates again for every
-    few bits of the threshold. It reads the whole row if a tile had no room for its candidates.
+    `select_kernel` truncates rows that have few candidates. Here, the search takes more registers,
+    or reads the candidates again for every few bits of the threshold. If a tile had no room for all
+    of its candidates, the search reads the whole row.
     """
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)

@@ -38,8 +38,8 @@ class Share(NamedTuple):
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
     """Return a share in which each device takes consecutive units, in the order of devices.
 
-    `size` in the share is a multiple of `multiple`. The last devices may take fewer units than
-    `size`; their missing units are zeros.
+    Each device has the same number of units, a multiple of `multiple`. If there are too few units,
+    zeros are appended to the units of the last devices.
     """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
@@ -79,7 +79,7 @@ def grouped(
 
 
 def _scaled(share: Share, factor: int) -> Share:
-    """Return the same division in finer units, of which `factor` make up one unit of `share`."""
+    """Return the same division as `share`, in units that are smaller by `factor`."""
     return Share(
         share.total * factor,
         share.size * factor,
@@ -116,11 +116,10 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the same division of a coarser tensor, which has one row for every `unit` rows.
+        """Return this division for a tensor that has one row for every `unit` rows.
 
         For example, scales have one row for each block of `unit` rows of weights. `axis` is the
-        divided axis of the coarser tensor. The property `unit` must be a multiple of the argument
-        `unit`.
+        divided axis of this tensor. No block of `unit` rows may belong to two devices or sections.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -178,9 +177,9 @@ class DividedSpec(TensorSpec):
         local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: () if devices take parts of tensors. If each device takes whole tensors instead, for
-            example the tensors of some experts: a tuple per device with the indices of the tensors
-            that it takes. None instead of an index means a tensor of zeros.
+        taken: () if devices take parts of tensors. Otherwise each device takes whole tensors, for
+            example the tensors of some experts. Then `taken` has a tuple per device with the
+            indices of its tensors. None instead of an index means a tensor of zeros.
     """
 
     local: TensorSpec

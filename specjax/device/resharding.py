@@ -80,7 +80,7 @@ def spread(
 
 
 def automatic(array: jax.Array) -> jax.Array:
-    """Return the array on a mesh of the same devices whose axes have JAX's type `Auto`.
+    """Return the array on a mesh of the same devices, with axes of JAX's type `Auto`.
 
     In programs on such a mesh, JAX chooses how results are divided. A trainer's mesh may have axes
     of the type `Explicit`, for which functions must say how results are divided. An array without a

@@ -14,7 +14,7 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds: rounds without drafts, whose hidden states the drafter reads later.
+    """Counts deferred rounds: they have no drafts, and the drafter reads their hidden states later.
 
     All deferred rounds have the same requests. In the program `Observe`, the drafter reads the
     hidden states of all deferred rounds at once. The program must run before a step that drafts. It

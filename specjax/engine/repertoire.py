@@ -258,7 +258,10 @@ class Repertoire:
         return {one.shape: one for one in ready if covers(one.variant, own)}
 
     def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
-        """Record a round's time. The round would be faster if only some requests drafted."""
+        """Record the time lost in a round, because the program of a faster split round is missing.
+
+        `wish` describes the split round. The round that ran took `milliseconds`.
+        """
         if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
             return
         self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)

@@ -76,7 +76,7 @@ class ReplicatedEngine:
         return frozenset().union(*(engine.unfinished_ids for engine in self.engines))
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """See `Engine`. All engines give a list of processors the same number."""
+        """See `Engine`. A tuple of processors has the same number in all engines."""
         (number,) = {engine.number_of(processors) for engine in self.engines}
         return number
 

@@ -88,8 +88,8 @@ def of_rounds(variant: Variant) -> Variant:
 def of_begin(variant: Variant) -> Variant:
     """Return a variant with only the fields that are compiled into the program `Begin`.
 
-    Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
-    processors itself only to score the tokens of prompts.
+    Masks are left out, because `Begin` takes them as an argument. Logits processors are left out,
+    because they run in another program before `Begin`, unless prompt tokens are scored.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())

@@ -175,9 +175,9 @@ class Moved:
 
     @property
     def ratio_with_activations(self) -> float:
-        """The moved bytes divided by the minimum with activations.
+        """The moved bytes divided by the minimum bytes, including activations.
 
-        The activations are the embedded rows, and new keys and values that are read back.
+        Activations are the embedded rows, and the new keys and values that attention reads back.
         """
         return self.moved / self.with_activations
 

@@ -97,7 +97,7 @@ def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, A
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Build the program that adds the rows of steps without drafts to the drafter's cache.
+    """Build the program in which the drafter reads the hidden states of steps without drafts.
 
     The arguments and results are as in `decode_step`.
     """

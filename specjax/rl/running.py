@@ -43,7 +43,7 @@ class Running:
         """Return the rollout, which must have ended.
 
         Args:
-            version: the weights version of the tokens since the last span.
+            version: the version of the weights that sampled the tokens after the last span.
             has_raw: whether the engine recorded raw log-probabilities.
         """
         self.close_span(version)

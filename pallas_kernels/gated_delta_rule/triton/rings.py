@@ -1,7 +1,8 @@
-"""The ring buffers of u, k and e^g, for a program that owns some rows of a state.
+"""The ring buffers of recent tokens, for a program that owns some rows of a recurrent state.
 
-The D_k columns of a state are divided into pieces. The program holds its rows as a list of arrays
-[rows, piece], with one array for each piece.
+A token's entries are the correction u of the state, the key k and the decay e^g. The D_k columns of
+a state are divided into pieces. The program holds its rows as a list of arrays [rows, piece], with
+one array for each piece.
 """
 
 from typing import Any, NamedTuple

@@ -52,10 +52,10 @@ def _cut(tensor: Readable, cut: Cut, device: int) -> Part:
 
 
 def _runs(side: int, size: int, cut: Cut) -> int | None:
-    """Return how many adjacent rows of a part share a scale.
+    """Return how many adjacent rows share a scale in a device's part of a matrix.
 
-    In the whole matrix, `side` adjacent rows share a scale. If all `size` rows share one scale, the
-    result is None.
+    The whole matrix has `size` rows, and every `side` adjacent rows share a scale. Return None if
+    all rows of the whole matrix share one scale.
     """
     return None if side >= size else math.gcd(side, cut.unit)
 
@@ -104,7 +104,7 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The order of the part's inputs; an index past the matrix's last input marks padding."""
+        """See `PackedTensor.order`. An index past the matrix's last input marks padding."""
         return self.own_order
 
     @cached_property

@@ -173,7 +173,7 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[PEagleDrafter, PEagleParams]:
-    """Load a head in the layout of EAGLE-3 (AWS) or speculators ("peagle").
+    """Load a head in the layout of EAGLE-3 (AWS) or of the library speculators ("peagle").
 
     Raises:
         CheckpointError: the head was made for another target, or is another kind of head.

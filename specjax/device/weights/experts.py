@@ -68,7 +68,7 @@ def fused_expert_matrices(
 ) -> ExpertMatrices:
     """Return `ExpertMatrices` of experts that are all stored in one tensor.
 
-    A `TensorSpec` takes the place of the array. `checkpoint.spec.fused_experts` explains the
+    The result has a `TensorSpec` instead of an array. `checkpoint.spec.fused_experts` explains the
     arguments.
     """
     return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped, **axis))

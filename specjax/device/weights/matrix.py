@@ -170,7 +170,7 @@ def dense(
 ) -> Any:
     """Return a `Dense` that merges projections [out, in] of one input.
 
-    A `TensorSpec` takes the place of its array.
+    The result has a `TensorSpec` instead of an array.
 
     Args:
         names: the names of the tensors, which hold one projection each.

@@ -53,7 +53,10 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of `array`, divided over devices if `like` (by default `array`) is."""
+    """Return the shape and dtype of `array`. If `like` is divided over devices, the result is, too.
+
+    `like` defaults to `array`.
+    """
     if is_divided(array if like is None else like):
         return divided_shape(array.shape, array.dtype)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

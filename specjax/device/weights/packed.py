@@ -226,7 +226,7 @@ class _OrderSpec(_Spec):
 
 
 def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> Packed:
-    """Return the `Packed` that merges `tensors`, with `TensorSpec`s in the places of arrays.
+    """Return the `Packed` that merges `tensors`. It has `TensorSpec`s instead of arrays.
 
     All tensors have the same `form`. `given` maps fields of `TensorSpec`, for example `names`, to
     their values for these tensors.

@@ -57,9 +57,9 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs`, changed so that weights that the files store quantised stay quantised.
+    """Return `specs` with which weights that the files store quantised are loaded quantised.
 
-    Weights that are stored unquantised, or in a form that must be unpacked, are unchanged.
+    The specs of other weights, and of weights in a form that must be unpacked, are unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.
@@ -122,7 +122,7 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
 
 
 def _table(x: Table, found: Sequence[Any]) -> Any:
-    """Return the table `x` in the form in which its tensor is stored."""
+    """Return `x`, or a `StoredTable` if the table's tensor in the file is quantised."""
     made = _one_form(x.values, found, [0])  # pyright: ignore[reportArgumentType]
     if type(made) is Dense:
         return x

@@ -41,7 +41,7 @@ class Weight:
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Return whether `on` would change the form of a weight with this dtype.
+        """Return whether `on(platform)` would change the form of this weight in `dtype`.
 
         `platform` is "cpu" or "gpu".
         """
@@ -90,7 +90,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return the maximum number of bytes that `weights_on` adds to parameters in `dtype`.
+    """Return the maximum number of bytes by which `weights_on` enlarges parameters in `dtype`.
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """

@@ -264,8 +264,8 @@ class GoodputPolicy:
     def _hold(self, best: int, goodput: Mapping[int, float], fair: Collection[int]) -> int:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
-        `best` replaces the current K if it is clearly better, if the current K has not been the
-        best for many rounds in a row, or is not in `fair` (not allowed).
+        `best` replaces the current K if `best` is clearly better, if the current K has not been the
+        best for many rounds in a row, or if the current K is not in `fair` (not allowed).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1
@@ -301,7 +301,7 @@ class GoodputPolicy:
         return result
 
     def observe(self, outcome: Round) -> None:
-        """Learn times and acceptance from a round."""
+        """Update the estimates of times and acceptance rates with a round's results."""
         if self._learns_acceptance and outcome.k:
             self._warm_up_rounds -= 1
             self.acceptance.observe(outcome.verdicts)

@@ -54,7 +54,7 @@ class Splitter:
         self._accepted = 0.0  # at the last choice: expected for all requests, with the maximum K
 
     def clear(self) -> None:
-        """Reset `split` and `wish` before the next round."""
+        """Set `split` and `wish`, which describe the latest round, to None."""
         self.split = self.wish = None
 
     def choose(

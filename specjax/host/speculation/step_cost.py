@@ -94,7 +94,7 @@ class StepCost:
         )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round. The time does not include context tokens.
+        """Set the measured time of a round without context.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
         for this batch size, their times are estimated: times are assumed to grow with K by the same
@@ -245,7 +245,10 @@ class _Row:
         self._sum(column)
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the known times by `points`, and keep the served times."""
+        """Replace the known times by `points`.
+
+        The times of rounds with users' requests do not change.
+        """
         for served, old, new in zip(self.served, self.points, points, strict=True):
             moved = [x + math.log(old / new) for x in served]
             served.clear()
@@ -254,7 +257,7 @@ class _Row:
         self._sum(*range(len(points)))
 
     def forget(self, column: int) -> None:
-        """Forget the served times of the K with the index `column`."""
+        """Forget the times of rounds with users' requests and one K, whose index is `column`."""
         self.served[column].clear()
         self._sum(column)
 
