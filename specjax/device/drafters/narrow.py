@@ -25,14 +25,13 @@ _WHERE = "speculative_config"
 def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) -> Any:
     """Return a drafter's parameters with projections quantised as `config` says.
 
-    `config.head_dtype` is for the drafter's own output heads, and `config.quantization` is for all
+    `config.head_dtype` applies to the drafter's own output heads, and `config.quantization` to all
     other projections. Weights that are quantised already are unchanged, as are weights that cannot
-    have such numbers (see `narrow`); a line that is passed to `log` counts the latter. If `params`
-    are shapes, shapes are returned.
+    have such numbers (see `narrow`). `log` receives a line with the number of the latter. If
+    `params` are shapes, shapes are returned.
 
     Raises:
-        ValueError: one of these options is set, but all weights that it is for are quantised
-            already.
+        ValueError: an option is set, but all weights to which it applies are quantised already.
     """
     chosen = {"quantization": config.quantization, "head_dtype": config.head_dtype}
     if not any(chosen.values()):
@@ -54,11 +53,12 @@ def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) ->
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
-    """Return `params` with a `head`: the output head shared with the target, in `head_dtype`.
+    """Add `head` to `params`: a copy of the drafter's output head, quantised to `head_dtype`.
 
-    If the shared head is only shapes, its copy is only shapes, too. `params` are returned unchanged
-    if `head_dtype` is None, or if the drafter has a separate output head, which `narrow_drafter`
-    quantises.
+    Only the drafter uses the copy. The original stays as it is, because it usually is the target's
+    output head, too. If the original is only shapes, so is the copy. `params` are returned
+    unchanged if `head_dtype` is None, or if the drafter has its own output head, which
+    `narrow_drafter` quantises.
 
     Raises:
         ValueError: the head to copy is quantised already.
