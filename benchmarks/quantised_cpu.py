@@ -22,7 +22,7 @@ from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import TARGET
 from specjax.engine.metrics import Metrics
 
-NUM_TEXTS, NUM_PROMPTS, NUM_TOKENS, K, ROUNDS = 32, 24, 64, 3, 5
+NUM_TEXTS, NUM_PROMPTS, NUM_TOKENS, K, ROUNDS = 32, 24, 48, 3, 5
 SIZES: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 512,
