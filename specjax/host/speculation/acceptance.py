@@ -13,7 +13,7 @@ are gradually forgotten.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -64,11 +64,15 @@ class _Counts:
         self.accepted = [factor * x for x in self.accepted]
         self.rejected = [factor * x for x in self.rejected]
 
-    def add(self, verdict: DraftOutcome, count: int) -> None:
-        for i in range(verdict.num_accepted):
-            self.accepted[i] += count
-        if verdict.num_accepted < verdict.num_drafts:
-            self.rejected[verdict.num_accepted] += count
+    def learn(self, verdicts: Sequence[tuple[DraftOutcome, int]]) -> None:
+        # Only first drafts count here: the others depend on them.
+        num_drafts = sum([count for _, count in verdicts])
+        self.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
+        for (num_drafts, num_accepted, *_), count in verdicts:
+            for i in range(num_accepted):
+                self.accepted[i] += count
+            if num_accepted < num_drafts:
+                self.rejected[num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
         """Return the estimated acceptance rate at position i.
@@ -130,22 +134,21 @@ class Acceptance:
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Count the outcomes of a round. `verdicts` maps each outcome to its number of requests."""
-        by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
-        by_bucket: dict[int, dict[DraftOutcome, int]] = {}
+        seen: dict[_Counts, list[tuple[DraftOutcome, int]]] = {}
         for verdict, count in verdicts.items():
-            if verdict.num_drafts:
-                by_group.setdefault((verdict.group, verdict.bucket), {})[verdict] = count
-                by_bucket.setdefault(verdict.bucket, {})[verdict] = count
-        if not by_group:
-            return
-        for bucket, counted in by_bucket.items():
-            counts = self._buckets.setdefault(bucket, _Counts(self.max_drafts))
-            _learn(counts, counted.items())
-        _learn(self._all, [pair for group in by_group.values() for pair in group.items()])
-        for group, counted in by_group.items():
+            if not verdict.num_drafts:
+                continue
+            group, bucket = (verdict.group, verdict.bucket), verdict.bucket
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
-            _learn(counts, counted.items())
             self._groups[group] = counts  # the last group to be evicted
+            if bucket not in self._buckets:
+                self._buckets[bucket] = _Counts(self.max_drafts)
+            for one in self._all, self._buckets[bucket], counts:
+                seen.setdefault(one, []).append((verdict, count))
+        if not seen:
+            return
+        for counts, pairs in seen.items():
+            counts.learn(pairs)
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
@@ -173,11 +176,12 @@ class Acceptance:
         at the position before. It moves towards the current difference. The more drafts were just
         verified at this position, the further it moves.
         """
-        rates = self._pooled()
+        logits = list(map(logit, self._pooled()))
+        depths = [(verdict.depth, count) for verdict, count in verdicts.items()]
         for i in range(1, self.max_drafts):
-            fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
+            fresh = sum([count for depth, count in depths if depth > i])
             gain = fresh / (fresh + _OFFSET_WEIGHT)
-            difference = logit(rates[i]) - logit(rates[i - 1])
+            difference = logits[i] - logits[i - 1]
             self._offsets[i] += gain * (difference - self._offsets[i])
 
 
@@ -187,14 +191,6 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
     The target's own token counts, too. `rates` are the unconditional acceptance rates.
     """
     return 1 + sum(rates[:k])
-
-
-def _learn(counts: _Counts, verdicts: Iterable[tuple[DraftOutcome, int]]) -> None:
-    verdicts = list(verdicts)
-    num_drafts = sum(count for _, count in verdicts)  # first drafts only: the others depend on them
-    counts.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
-    for verdict, count in verdicts:
-        counts.add(verdict, count)
 
 
 def conditional(rates: Sequence[float]) -> list[float]:

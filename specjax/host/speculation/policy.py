@@ -291,13 +291,13 @@ class GoodputPolicy:
 
     def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
         accepted = (gains.sum(axis=0) / len(gains)).tolist()
-        result = {}
-        for k in self._choices:
+        n, result = load.num_sequences, {}
+        times = self.cost.times(n, self._choices, load.num_context)
+        for k, ms in zip(self._choices, times, strict=True):
             share = load.share(k)
-            tokens = load.num_sequences * (1 + accepted[k])
-            num_sequences = max(1, round(load.num_sequences * share))
-            ms = self._ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / ms
+            if share < 1:
+                ms = self.cost.ms(max(1, round(n * share)), k, share * load.num_context)
+            result[k] = share * n * (1 + accepted[k]) / (ms + self._chunk_ms)
         return result
 
     def observe(self, outcome: Round) -> None:
@@ -388,8 +388,10 @@ class GoodputPolicy:
         whether rounds are compared with K = 0, so that K = 0 is tried, too. If no K was tried
         for `PROBE_EVERY` rounds, the neighbour of `best` used in the fewest rounds is tried.
         """
-        n = load.num_sequences
-        tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
+        if self._since_probe < FIRST_EVERY:
+            return best
+        n, batch = load.num_sequences, self.cost.padded(load.num_sequences)
+        tried = {k: self._tried[batch, k] for k in self._choices if k != best}
         if self._learns_cost and tried:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}

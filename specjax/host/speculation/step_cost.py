@@ -21,7 +21,7 @@ length of their requests (see `contexts`).
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from statistics import median
@@ -76,7 +76,7 @@ class StepCost:
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
         self._long: dict[_Place, _Row] = {}  # for buckets after the first
-        # Results of `_estimates`, and of `_columns` by (batch size, bucket). Cleared when times change.
+        # Results of `_estimates` and, by batch size and bucket, of `_columns`, until times change.
         self._known: dict[_Place, tuple[Column, Column]] = {}
         self._found: dict[tuple[int, int], tuple[Column, Column]] = {}
 
@@ -120,13 +120,19 @@ class StepCost:
         the known range has the times of the nearest known batch size. A K below all known Ks has
         the time of the smallest known K. Times for Ks above all known Ks are extrapolated.
         """
+        return self.times(batch_size, (k,), num_context)[0]
+
+    def times(self, batch_size: int, ks: Iterable[int], num_context: float = 0) -> list[float]:
+        """Return the milliseconds of a round for each K in `ks`; see `ms`."""
         known = batch_size, context_bucket(num_context / batch_size)
         if known not in self._found:
             self._found[known] = self._columns(*known)
         points, estimates = self._found[known]
-        point, estimate = _along_k(points, k), _along_k(estimates, k)
-        context = self.context_ms(k, num_context)
-        return estimate * (1 + context / point) * math.exp(self._drift)
+        drift, context_ms = math.exp(self._drift), self.context_ms
+        return [
+            _along_k(estimates, k) * (1 + context_ms(k, num_context) / _along_k(points, k)) * drift
+            for k in ks
+        ]
 
     def context_ms(self, k: int, num_context: float) -> float:
         """Return the milliseconds that `num_context` context tokens add to a round of k drafts."""
@@ -135,7 +141,7 @@ class StepCost:
     @property
     def table(self) -> list[list[float]]:
         """The milliseconds of rounds without context: a row per batch size, a column per K."""
-        return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
+        return [self.times(batch, self.ks) for batch in self.batches]
 
     def spread(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the standard deviation of the logarithm of an estimated time.
