@@ -74,7 +74,7 @@ def keep_programs(folder: Path | None) -> None:
 def executables_folder() -> Path | None:
     """Return the folder in which compiled programs are stored; None if they are not stored.
 
-    If JAX has a compilation cache, the folder is within the folder of this cache.
+    If JAX has a compilation cache, programs are stored in a folder within the cache's folder.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
@@ -122,10 +122,6 @@ class Executables:
         The result of `compile()` is written to a file if possible.
         """
         path = self._path(key)
-        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
-            if (reason := _distrust(folder)) is not None:
-                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
-                path = None
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
@@ -155,13 +151,23 @@ class Executables:
                 log.info("%s is not kept: %s", key, error)
         return program
 
+    def has(self, key: Any) -> bool:
+        """Return whether there is a file for the program of `key`."""
+        path = self._path(key)
+        return path is not None and path.exists()
+
     def _path(self, key: Any) -> Path | None:
         """Return the path of the file for the program of `key`.
 
-        Return None if the program contains logits processors, whose code the digest does not cover.
+        Return None if the program contains logits processors, whose code the digest does not cover,
+        or if others than its owner can write to the folder.
         """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
+        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
+            if (reason := _distrust(folder)) is not None:
+                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
+                return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"
 
@@ -278,9 +284,10 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether a function of `module` was replaced by code that digests do not cover.
+    """Return whether a function of `module` was replaced by code outside of installed packages.
 
-    Modules whose code is in no compiled program are not checked: for these, return False.
+    The file names of compiled programs are digests, which do not cover such code. Return False for
+    modules whose code is in no compiled program.
     """
     if not module.startswith(TRACED):
         return False

@@ -118,6 +118,10 @@ class SimulatedPrograms:
         """See `Programs`."""
         return Compilations(len(self.ready), 0, 0, 0.0)
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """See `Programs`."""
+        return False
+
     def max_deferred(self, batch: int) -> int:
         """See `Programs`."""
         return 0
@@ -293,5 +297,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Compute nothing. Return the last argument in `handed`; None if `handed` is empty."""
+    """Compute nothing. Return the last argument after `inputs`; None if there is none."""
     return handed[-1] if handed else None

@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The models that each device runs, with the shapes of its parameters."""
+        """The models as each device runs them, with the shapes of one device's parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
@@ -97,7 +97,7 @@ def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, A
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Build the program that adds the rows of steps without drafts to the drafter's cache.
+    """Build the program in which the drafter reads the hidden states of steps without drafts.
 
     The arguments and results are as in `decode_step`.
     """
@@ -147,6 +147,7 @@ def open_parts(
     """
     devices = {"num_devices": num_devices, "divides_experts": divides_experts}
     source = open_model(model, takes_configs=True, quantization=quantization, **devices)
+    source = replace(source, dtype=dtype)  # also of the rows of quantised embeddings
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     config = None if speculation is None else SpeculativeConfig.of(speculation)

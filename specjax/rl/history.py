@@ -1,18 +1,19 @@
 """Keeps rollouts to draft from: later rollouts of a prompt repeat parts of earlier ones."""
 
 import hashlib
+import io
 import json
 import re
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from specjax.checkpoint.writing import check_writable
-from specjax.checks import check_positive, is_number, warn
+from specjax.checkpoint.writing import check_writable, write_whole
+from specjax.checks import check_positive, is_integer, is_number, warn
 from specjax.host.drafts.text_index import TextIndex
 from specjax.host.request import Request
 from specjax.llm import LLM
@@ -21,7 +22,7 @@ from specjax.rl.starts import Start
 
 PROMPT_TAIL = 24  # tokens of the prompt before each output, so that an output's start is found
 # The order of the arrays in a file, after the identity.
-_ARRAYS = "updates", "samples", "seeds", "prompt_lengths", "lengths", "tokens"
+_ARRAYS = "prompts", "updates", "samples", "seeds", "tail_lengths", "lengths", "tokens"
 
 
 class RolloutHistory:
@@ -43,7 +44,7 @@ class RolloutHistory:
     def __init__(self, window: int = 2, max_tokens: int = 2_000_000):
         check_positive(window=window, max_tokens=max_tokens)
         self._window, self._max_tokens = window, max_tokens
-        self._prompts: OrderedDict[tuple[int, ...], _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[int, _Prompt] = OrderedDict()  # by digest
         self._num_tokens = 0
         self._identity: dict[str, Any] = {}
         self._update = 0
@@ -70,6 +71,8 @@ class RolloutHistory:
         see `RolloutEngine.generate`.
         """
         self.begin_update(version)
+        for key in [key for key, prompt in self._prompts.items() if not prompt.outputs]:
+            del self._prompts[key]  # of earlier calls, whose rollouts were aborted
         prompts = [self._prompt(start.request.prompt_token_ids) for start in starts]
         known = [prompt.mean_length for prompt in prompts if prompt.outputs]
         usual = sum(known) / len(known) if known else 0.0
@@ -120,21 +123,24 @@ class RolloutHistory:
             return
         tokens = rollout.token_ids.tolist()
         output = _Output(self._update, rollout.sample_index, rollout.seed, tokens)
-        self._add(rollout.prompt_token_ids.tolist(), output)
+        self._add(self._prompt(rollout.prompt_token_ids.tolist()), output)
 
-    def _add(self, prompt: list[int], output: "_Output") -> None:
-        kept = self._prompt(tuple(prompt))
-        before = len(kept.index)
-        kept.add(prompt[-PROMPT_TAIL:], output, self._window)
-        self._num_tokens += len(kept.index) - before
+    def _add(self, prompt: "_Prompt", output: "_Output") -> None:
+        before = len(prompt.index)
+        prompt.add(output, self._window)
+        self._num_tokens += len(prompt.index) - before
         while self._num_tokens > self._max_tokens and len(self._prompts) > 1:
             _, oldest = self._prompts.popitem(last=False)
             self._num_tokens -= len(oldest.index)
 
-    def _prompt(self, tokens: tuple[int, ...]) -> "_Prompt":
+    def _prompt(self, tokens: Sequence[int]) -> "_Prompt":
         """Return the rollouts of a prompt, and mark the prompt as the most recently used."""
-        kept = self._prompts.pop(tokens, None) or _Prompt()
-        self._prompts[tokens] = kept
+        digest = hashlib.blake2b(np.array(tokens, "<i4").tobytes(), digest_size=8).digest()
+        return self._kept(int.from_bytes(digest, "little", signed=True), tokens[-PROMPT_TAIL:])
+
+    def _kept(self, key: int, tail: Sequence[int]) -> "_Prompt":
+        kept = self._prompts.pop(key, None) or _Prompt(list(tail))
+        self._prompts[key] = kept
         return kept
 
     def check(self, identity: dict[str, Any]) -> None:
@@ -146,9 +152,9 @@ class RolloutHistory:
             ValueError: the kept rollouts are from another model, tokenizer or vocabulary.
         """
         for name, value in self._identity.items():
-            if identity[name] != value:
+            if (here := identity.get(name)) != value:
                 raise ValueError(
-                    f"history: it has rollouts of another {name} ({value}, here {identity[name]}); "
+                    f"history: it has rollouts of another {name} ({value}, here {here}); "
                     "begin a new RolloutHistory"
                 )
         self._identity = identity
@@ -163,16 +169,18 @@ class RolloutHistory:
 
         `RolloutHistory.of` makes a history from the arrays.
         """
-        rows = [(prompt, one) for prompt, kept in self._prompts.items() for one in kept.outputs]
-        flat = [token for prompt, one in rows for token in (*prompt, *one.tokens)]
+        kept = self._prompts.items()
+        rows = [(key, prompt.tail, one) for key, prompt in kept for one in prompt.outputs]
+        flat = [token for _, tail, one in rows for token in (*tail, *one.tokens)]
         identity = json.dumps({**self._identity, "update": self._update}).encode()
         return {
             "identity": np.frombuffer(identity, np.uint8),
-            "updates": np.array([one.update for _, one in rows], np.int64),
-            "samples": np.array([one.sample for _, one in rows], np.int64),
-            "seeds": np.array([one.seed for _, one in rows], np.int64),
-            "prompt_lengths": np.array([len(prompt) for prompt, _ in rows], np.int64),
-            "lengths": np.array([len(one.tokens) for _, one in rows], np.int64),
+            "prompts": np.array([key for key, _, _ in rows], np.int64),
+            "updates": np.array([one.update for _, _, one in rows], np.int64),
+            "samples": np.array([one.sample for _, _, one in rows], np.int64),
+            "seeds": np.array([one.seed for _, _, one in rows], np.int64),
+            "tail_lengths": np.array([len(tail) for _, tail, _ in rows], np.int64),
+            "lengths": np.array([len(one.tokens) for _, _, one in rows], np.int64),
             "tokens": np.array(flat, np.int32),
         }
 
@@ -185,37 +193,40 @@ class RolloutHistory:
         Raises:
             ValueError: `state` is not a result of the method `state`, or an option is invalid.
         """
+        history = cls(**options)
         try:
             identity = json.loads(bytes(np.asarray(state["identity"])))
-            *columns, tokens = (np.asarray(state[name]).tolist() for name in _ARRAYS)
-            rows = list(zip(*columns, strict=True))
             last_update = identity.pop("update")
+            arrays = {name: np.asarray(state[name]) for name in _ARRAYS}
+            _check_state(arrays, last_update, identity.get("vocabulary"))
+            *columns, tokens = (array.tolist() for array in arrays.values())
+            rows = list(zip(*columns, strict=True))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"this is not the state of a RolloutHistory: {error!r}") from error
-        history = cls(**options)
         history._identity, history._update = identity, last_update
         start = 0
-        for update, sample, seed, prompt_length, length in rows:
-            middle = start + prompt_length
+        for key, update, sample, seed, tail_length, length in rows:
+            middle = start + tail_length
             end = middle + length
             if end > len(tokens):
                 break
             output = _Output(update, sample, seed, tokens[middle:end])
-            history._add(tokens[start:middle], output)
+            history._add(history._kept(key, tokens[start:middle]), output)
             start = end
         return history
 
     def save(self, path: str | Path) -> None:
-        """Write all rollouts to a file.
+        """Write all rollouts to a file. On failure, the file's previous content stays.
 
         Raises:
             ValueError: the folder of `path` does not exist.
+            OSError: the file cannot be written.
         """
         check_writable("path", Path(path))
-        state = self.state()
-        with open(path, "wb") as file:
-            for array in state.values():  # tokens are last: rollouts before a cut stay usable
-                np.save(file, array, allow_pickle=False)
+        content = io.BytesIO()
+        for array in self.state().values():  # tokens are last: rollouts before a cut stay usable
+            np.save(content, array, allow_pickle=False)
+        write_whole(Path(path), content.getvalue())
 
     @classmethod
     def load(cls, path: str | Path, **options: Any) -> "RolloutHistory":
@@ -232,13 +243,18 @@ class RolloutHistory:
             try:
                 state = {"identity": np.load(file), **{n: np.load(file) for n in _ARRAYS[:-1]}}
                 state["tokens"] = _whole_items(file)
-            except (ValueError, EOFError) as error:
+            except OSError:
+                raise
+            except Exception as error:  # NumPy parses headers as Python, which raises any
                 raise ValueError(f"{path} has no whole rollout: {error}") from error
         history = cls.of(state, **options)
-        ends = np.cumsum(state["prompt_lengths"] + state["lengths"])
+        ends = np.cumsum(state["tail_lengths"] + state["lengths"])
         num_whole = int(np.sum(ends <= len(state["tokens"])))
-        if num_whole < len(ends):
-            warn(f"{path} was cut short: {num_whole} of its {len(ends)} rollouts are whole")
+        if not num_whole < len(ends):
+            return history
+        if not num_whole:
+            raise ValueError(f"{path} has no whole rollout: all of its {len(ends)} were cut off")
+        warn(f"{path} was cut short: {num_whole} of its {len(ends)} rollouts are whole")
         return history
 
 
@@ -270,9 +286,13 @@ class _Output(NamedTuple):
 
 
 class _Prompt:
-    """The kept outputs of a prompt, oldest first, and an index of the outputs' tokens."""
+    """The kept outputs of a prompt, oldest first, and an index of the outputs' tokens.
 
-    def __init__(self):
+    `tail` has the last tokens of the prompt.
+    """
+
+    def __init__(self, tail: list[int]):
+        self.tail = tail
         self.index = TextIndex()
         self.outputs: deque[_Output] = deque()
         self._sizes: deque[int] = deque()  # numbers of tokens in the index
@@ -282,16 +302,15 @@ class _Prompt:
         """The mean number of tokens of the kept outputs."""
         return sum(len(one.tokens) for one in self.outputs) / len(self.outputs)
 
-    def add(self, before: list[int], output: _Output, window: int) -> None:
+    def add(self, output: _Output, window: int) -> None:
         """Add an output, and forget the outputs of weights that are too old.
 
-        `before` has the last tokens of the prompt. `output.update` numbers the weights that
-        generated the output: later weights have a higher number. Only outputs with one of the
-        `window` + 1 highest numbers are kept.
+        `output.update` numbers the weights that generated the output: later weights have a higher
+        number. Only outputs with one of the `window` + 1 highest numbers are kept.
         """
-        self.index.add([*before, *output.tokens])
+        self.index.add([*self.tail, *output.tokens])
         self.outputs.append(output)
-        self._sizes.append(len(before) + len(output.tokens) + 1)
+        self._sizes.append(len(self.tail) + len(output.tokens) + 1)
         kept = sorted({one.update for one in self.outputs})[-window - 1 :]
         while self.outputs[0].update < kept[0]:
             self.outputs.popleft()
@@ -335,6 +354,21 @@ def identity_of(llm: LLM) -> dict[str, Any]:
         digests["tokenizer"] = llm.tokenizer.tokenizer.to_str()
     found = {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in digests.items()}
     return {"vocabulary": llm.target.vocab_size, **found}
+
+
+def _check_state(arrays: Mapping[str, np.ndarray], update: Any, vocab_size: Any) -> None:
+    """Raise a ValueError if `arrays`, in the order of `_ARRAYS`, are not those of a history."""
+    for name, array in arrays.items():
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{name} is not a vector of integers")
+    tokens = arrays["tokens"]
+    most = vocab_size - 1 if is_integer(vocab_size) else tokens.max(initial=0)
+    bounds = {"tail_lengths": PROMPT_TAIL, "lengths": 2**31 - 1, "tokens": most}
+    for name, high in bounds.items():
+        if np.any((arrays[name] < 0) | (arrays[name] > high)):
+            raise ValueError(f"{name} has a number outside of 0..{high}")
+    if not is_integer(update):
+        raise ValueError(f"update={update!r} is not an integer")
 
 
 def _whole_items(file: BinaryIO) -> np.ndarray:

@@ -159,7 +159,7 @@ class Corpora(_Texts):
         Raises:
             ValueError: there is no corpus of this name.
         """
-        if name not in self._corpora:
+        if name not in self.names:  # any type
             raise ValueError(f"corpus {name!r} does not exist; there are {self.names}")
         del self._corpora[name]
         self._index = TextIndex()

@@ -84,16 +84,16 @@ class _Counts:
 
 
 class Acceptance:
-    """Learns acceptance rates from outcomes of rounds.
+    """Learns from outcomes of rounds how often the first, the second, ... draft is accepted.
 
-    It learns the rates of all requests together, of each bucket of lengths (see `contexts`), and of
-    each group within a bucket. Each rate starts at a prior rate, and approaches the observed
-    fraction as drafts are counted. The prior rates are
+    There is a rate for each draft position: for all requests together, for each bucket of lengths
+    (see `contexts`), and for each group of requests in a bucket. Each rate starts at a prior rate,
+    and approaches the observed fraction as drafts are counted. The prior rates are
 
-    - for a group: the rate of its bucket,
+    - for a group: the bucket's rate at the same position,
     - for a bucket: the rate of the next shorter bucket, or, for the shortest one, of all requests,
-    - for a position, over all requests: the rate of the position before it, with a learned offset
-      added to its log-odds.
+    - for all requests: the rate at the position before, with a learned offset added to its
+      log-odds.
 
     The offset changes little when acceptance rises or falls as a whole. So the rates of later
     positions stay useful, even if these positions are seldom drafted. While all requests are in one
@@ -170,10 +170,11 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Update each position's offset: how far its log-odds differ from the position before.
+        """Update the offset of each draft position.
 
-        An offset moves towards the current difference. The more drafts were just verified at the
-        position, the further the offset moves.
+        The offset estimates the difference between the log-odds of acceptance at this position and
+        at the position before. It moves towards the current difference. The more drafts were just
+        verified at this position, the further it moves.
         """
         logits = list(map(logit, self._pooled()))
         depths = [(verdict.depth, count) for verdict, count in verdicts.items()]
@@ -193,7 +194,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
 
 
 def conditional(rates: Sequence[float]) -> list[float]:
-    """Return the conditional rates c_i of unconditional `rates`."""
+    """Return the conditional acceptance rates c_i, given the unconditional `rates`."""
     return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates, strict=False)]
 
 

@@ -94,7 +94,7 @@ class StepCost:
         )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round. The time does not include context tokens.
+        """Set the measured time of a round without context.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
         for this batch size, their times are estimated: times are assumed to grow with K by the same
@@ -242,10 +242,10 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> bool:
-        """Add the time of a round with users' requests. `column` is the index of its K.
+        """Add the time of a served round, a round with users' requests.
 
-        `surprise` is the logarithm of this time divided by the known time. Return whether the
-        estimated times have changed.
+        `column` is the index of the round's K. `surprise` is log(served time / known time). The
+        known time is from a profile or from artificial rounds. Return whether estimates change.
         """
         before = self.levels[column], self._weights[column]
         self.served[column].append(surprise)
@@ -253,7 +253,10 @@ class _Row:
         return before != (self.levels[column], self._weights[column])
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the known times by `points`, and keep the served times."""
+        """Replace the known times by `points`.
+
+        The times of rounds with users' requests do not change.
+        """
         for served, old, new in zip(self.served, self.points, points, strict=True):
             moved = [x + math.log(old / new) for x in served]
             served.clear()
@@ -262,15 +265,16 @@ class _Row:
         self._sum(*range(len(points)))
 
     def forget(self, column: int) -> None:
-        """Forget the served times of the K with the index `column`."""
+        """Forget the times of rounds with users' requests and one K, whose index is `column`."""
         self.served[column].clear()
         self._sum(column)
 
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of log(served time / known time) for this batch size. If a K
-        has no served times, its estimate is kept between the served times of smaller and larger Ks.
+        Served times are the times of rounds with users' requests. The estimate of a K without
+        served times is limited to the range between the served times of smaller and of larger Ks.
+        `elsewhere` is the prior mean of log(served time / known time) for this batch size.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         factor = math.exp(shared)
@@ -290,10 +294,11 @@ class _Row:
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
+        """Return the time of each K, estimated from `prior` and from the served times.
 
-        All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
-        without served times changes, too.
+        Served times are the times of rounds with users' requests. `prior` has estimates that do not
+        use them. First, all of `prior` is scaled by the mean ratio of the served times to `prior`.
+        So the time of a K without served times changes, too.
         """
         known = zip(self._weights, self.levels, prior, self.points, strict=True)
         moves = (weight * (level - math.log(ms / own)) for weight, level, ms, own in known)
