@@ -253,26 +253,6 @@ def test_a_new_target_is_tried_at_once(batch):
     assert np.mean(np.array(ks[-160:]) > 0) > 0.9
 
 
-def test_chunks_beside_rounds_make_drafts_cheaper():
-    """Of a step that takes long anyway, a longer round is a small part; then they are over."""
-    row = {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0, 5: 60.0}
-    rates = (0.7, 0.5, 0.35, 0.25, 0.17)
-    for chunk_ms in (0.0, 100.0):
-        expected = {k: (1 + sum(rates[:k])) / (ms + chunk_ms) for k, ms in row.items()}
-        best = max(expected, key=expected.get)
-        assert best == (0 if chunk_ms == 0 else 4)
-        policy, rng, ks = adaptive(alike(row), rates), np.random.default_rng(0), []
-        for _ in range(400):
-            ks.append(k := policy.choose(DecodeLoad(16)))
-            policy.observe(Round(16, k, 0, draw_verdicts(rng, rates, k, 16), row[k], chunk_ms))
-        assert np.mean([expected[k] for k in ks[200:]]) > 0.97 * expected[best]
-        if chunk_ms:
-            for _ in range(300):
-                ks.append(k := policy.choose(DecodeLoad(16)))
-                policy.observe(Round(16, k, 0, draw_verdicts(rng, rates, k, 16), row[k]))
-            assert np.mean(np.array(ks[-100:]) == 0) > 0.8
-
-
 def test_policies_that_learn_nothing_stay_as_they_are():
     for policy in frozen(alike(), RATES), StaticPolicy(2), TablePolicy(((1, 1, 2),)):
         before = policy.choose(DecodeLoad(1))
@@ -317,7 +297,7 @@ def test_a_policy_cannot_see_a_draft():
     named = DraftOutcome, ReadyRequests, TextDrafts, RequestOutcomes
     assert [*seen, *(name for kind in named for name in kind._fields)] == [
         "num_sequences", "num_context", "max_tokens", "requests", "splits", "shapes",
-        "batch", "k", "num_context", "verdicts", "ms", "chunk_ms", "is_joined", "requests",
+        "batch", "k", "num_context", "verdicts", "ms", "requests",
         "others", "others_context",
         "num_drafts", "num_accepted", "group", "bucket",
         "keys", "groups", "lengths", "limits", "texts",
