@@ -377,9 +377,9 @@ class GoodputPolicy:
         if self._learns_cost and tried:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}
-            if is_limited and tried[0] < FIRST_PROBES:
-                hopes[0] = math.inf
             k = max(hopes, key=lambda k: hopes[k])
+            if tried.get(0, FIRST_PROBES) < FIRST_PROBES and (is_limited or hopes[k] <= goodput[best]):
+                k, hopes[0] = 0, math.inf  # K = 0, than which no other K may be slower
             every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
             if hopes[k] > goodput[best] and self._since_probe >= every:
                 return k

@@ -30,6 +30,7 @@ from specjax.host.speculation.contexts import context_bucket
 REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations: of a point's term, of the noise
 _NUM_KEPT = 31  # number of a point's last rounds whose median counts
 _CLIP = 0.15  # log ratios are clipped to at most this size
+_SURE = 3  # with this many rounds of a point, their median is no outlier, and is not clipped
 _SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds of a point before it updates the drift; that update's gain
 _SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
 
@@ -160,7 +161,7 @@ class StepCost:
             self._drift += drift
             surprise -= drift
         now = math.log(estimates[k] / points[k])
-        row.add(column, now + _clipped(surprise - now))
+        row.add(column, surprise, now)
         self._known.clear()
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
@@ -219,13 +220,17 @@ class _Row:
         self.levels = [0.0 for _ in points]  # medians of `served`
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
-    def add(self, column: int, surprise: float) -> None:
+    def add(self, column: int, surprise: float, expected: float) -> None:
         """Add the time of a round with users' requests. `column` is the index of its K.
 
-        `surprise` is the logarithm of this time divided by the known time.
+        `surprise` is the logarithm of this time divided by the known time, and `expected` is the
+        estimate of this logarithm. The first few rounds change an estimate only a little.
         """
-        self.served[column].append(surprise)
-        self.levels[column] = median(self.served[column])
+        served = self.served[column]
+        served.append(surprise)
+        middle = median(served)
+        is_sure = len(served) >= _SURE
+        self.levels[column] = middle if is_sure else expected + _clipped(middle - expected)
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:

@@ -253,6 +253,15 @@ def test_a_new_target_is_tried_at_once(batch):
     assert np.mean(np.array(ks[-160:]) > 0) > 0.9
 
 
+@pytest.mark.parametrize("factor", [1.2, 1.5])
+def test_a_round_without_drafts_that_was_timed_too_long_is_found_out(factor):
+    """It is tried a few times early, however long it seems: no other K may be slower."""
+    row = {0: 10.0, 1: 17.5, 2: 22.0, 3: 27.0, 4: 33.0, 5: 38.0}
+    policy = adaptive(alike(row | {0: factor * row[0]}), (0.64, 0.4, 0.25, 0.16, 0.1))
+    ks = serve(policy, (0.64, 0.4, 0.25, 0.16, 0.1), 400, batch=16, row=row)
+    assert np.mean(np.array(ks[150:]) == 0) > 0.95
+
+
 def test_policies_that_learn_nothing_stay_as_they_are():
     for policy in frozen(alike(), RATES), StaticPolicy(2), TablePolicy(((1, 1, 2),)):
         before = policy.choose(DecodeLoad(1))
