@@ -179,7 +179,7 @@ class _Writer:
     def block(
         self, jaxpr: Any, arguments: Sequence[str], results: Sequence[str], skip: int
     ) -> None:
-        """Write a block that drops a jaxpr's first `skip` outputs, and names the rest `results`."""
+        """Write a block; drop its first `skip` outputs, and assign the others to `results`."""
         self.depth += 1
         made = self.translate(jaxpr, arguments)[skip:]
         self.line(f"{', '.join(results)} = {', '.join(made)}" if results else "pass")

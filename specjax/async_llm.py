@@ -162,8 +162,8 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
     ) -> AsyncIterator[list[AsyncIterator[RequestOutput]]]:
         """Queue prompts together, and yield the stream of each. If one is refused, queue none.
 
-        The streams are as in `generate_stream`. Leaving the block aborts unfinished requests.
-        `max_num_requests` has no effect.
+        Use this in an `async with` statement, whose end aborts unfinished requests. The streams are
+        as in `generate_stream`. `max_num_requests` has no effect.
 
         Args:
             request_ids: an id per prompt, as in `generate_stream`.
@@ -222,7 +222,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
-        """Return counters since the engine was built."""
+        """Return the engine's counters, for example of tokens, since it was built."""
         self._check_open()
         return self._llm.metrics()
 
@@ -257,7 +257,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         """Compile a grammar outside the engine's thread, so that no request waits for it.
 
         Raises:
-            ValueError: the grammar cannot be followed.
+            ValueError: no grammar can be made of `outputs`; the message says why.
         """
         if (grammars := self._llm.request_maker.grammars) is None:
             raise ValueError("structured_outputs need a checkpoint with a tokenizer")

@@ -51,7 +51,7 @@ class SpeculativeConfig:
             corpora).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
-        sources: further sources of drafts: () or ["suffix"]; in a mapping, the key may be "with".
+        sources: further sources of drafts: () or ["suffix"]. A mapping may name the field "with".
             In a step, a request uses the source from which most accepted drafts are expected.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
@@ -62,8 +62,8 @@ class SpeculativeConfig:
             is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
-        max_slowdown: with `adaptive` or a profile: maximum fraction by which the drafts of some
-            requests may slow down the requests in another range of context lengths; 1: no limit.
+        max_slowdown: with `adaptive` or a profile: maximum fraction by which requests in any range
+            of context lengths may become slower than without drafts; 1 for no limit.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
             "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
@@ -138,7 +138,7 @@ class SpeculativeConfig:
 
     @property
     def all_sources(self) -> tuple[str, ...]:
-        """The names of all sources on the host: the method's own sources, and `sources`."""
+        """The names of all sources of drafts on the host: the method's own, and `sources`."""
         return *METHODS[self.method].sources, *self.sources
 
     def _check_dynamic(self) -> None:

@@ -287,7 +287,7 @@ class LLM(CorpusMethods, VllmMethods):
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
-        """Return the counters since the engine was built."""
+        """Return the engine's counters, for example of tokens, since it was built."""
         with self._lock:
             self._check_open()
             return self.engine.metrics()
@@ -424,7 +424,7 @@ class LLM(CorpusMethods, VllmMethods):
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
-        """Queue requests and yield their outputs. Abort unfinished requests when the block ends."""
+        """Queue requests, yield their outputs; at the end of `with`, abort unfinished requests."""
         started: list[Outputs] = []
         try:
             with self._lock:

@@ -31,8 +31,8 @@ class ToolCall:
         name: the function's name.
         arguments: JSON text. The text is not valid JSON if the model wrote invalid or incomplete
             JSON.
-        id: an id to repeat in the message with the function's answer. Calls with different ids can
-            be equal.
+        id: an id to repeat in the message with the function's answer. Calls that differ only in
+            their ids are equal.
     """
 
     name: str

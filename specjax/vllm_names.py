@@ -31,7 +31,7 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field of vLLM that specjax lacks. The listed values are accepted, but change nothing."""
+    """A field of vLLM that specjax lacks, and the values that are accepted without effect."""
 
     values: tuple[Any, ...] | None  # accepted values; None for any value
     instead: str = ""  # the alternative here

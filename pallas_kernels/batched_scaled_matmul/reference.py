@@ -1,4 +1,4 @@
-"""The scaled products of heads in plain JAX."""
+"""`batched_scaled_matmul` in plain JAX."""
 
 import jax
 import jax.numpy as jnp

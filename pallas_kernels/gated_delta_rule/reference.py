@@ -16,7 +16,7 @@ einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, p
 
 
 class Tokens(NamedTuple):
-    """Inputs of the rule for T tokens. All arrays are f32."""
+    """Inputs of the gated delta rule for T tokens. All arrays are f32."""
 
     q: jax.Array  # [B, T, H_v, D_k]
     k: jax.Array  # [B, T, H_v, D_k]
@@ -260,8 +260,9 @@ def advance(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the states f32[B, H_v, D_v, D_k] after one token, and the token's output and u.
 
-    The output and u are f32[B, H_v, D_v]. u is `known` + beta (v - S k). For a new token, `known`
-    is 0. For a pending token, beta is 0 and `known` is its u.
+    The output and u, the correction of the state, are f32[B, H_v, D_v]. u is `known` +
+    beta (v - S k). For a new token, `known` is 0. For a pending token, beta is 0 and `known` is
+    its u.
     """
     s = s * decay[..., None, None]
     u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))

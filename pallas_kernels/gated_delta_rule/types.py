@@ -38,7 +38,8 @@ class DeltaRuleCache(NamedTuple):
     """The states of S slots in L layers, and ring buffers for the slots' last tokens.
 
     The token at position p is in column p mod the ring's length. M is the maximum number of pending
-    tokens, and also of new tokens. `pallas_kernels.gated_delta_rule` explains the rings' lengths.
+    tokens (accepted tokens that the state lacks), and also of new tokens in a call that verifies
+    drafts. `pallas_kernels.gated_delta_rule` explains the rings' lengths.
     """
 
     state: jax.Array  # f32[L, S, H_v, D_v, D_k]

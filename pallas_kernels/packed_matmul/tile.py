@@ -63,7 +63,7 @@ def multiply_packed(
         return of_groups(scales_ref, run, 0.0)
 
     def numbers_of(run):
-        """Return two arrays: the run's numbers in lower and in upper bits, minus zero points."""
+        """Return a run's numbers minus zero points: first from lower bits, then from upper bits."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[(*tile.group, outputs[:, None], byte)], mask=mask, other=0)

@@ -45,7 +45,7 @@ def route_triton(
     *,
     interpret: bool = False,
 ) -> Routes:
-    """See `route`. Infinite and NaN logits are ordered, too, so that all indices are valid.
+    """See `route`. All indices of experts are valid, even if logits are infinite or NaN.
 
     Raises:
         UnsupportedError: the rule has groups, the dtype is not in DTYPES, or there are too many
@@ -181,8 +181,8 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 def _sortable(x: jax.Array) -> jax.Array:
     """Map floats x f32 to keys i32 that have the same order.
 
-    All these keys are above the keys that mark chosen experts. This holds even after the low 16
-    bits of a key are replaced.
+    All these keys are above the keys that mark chosen experts. This holds even if other values
+    replace the low 16 bits of a key.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)

@@ -11,7 +11,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Asked(NamedTuple):
-    """A row's settings, and whether its top_k, top_p and min_p may exclude tokens."""
+    """A row's truncation settings, and whether each of them may exclude tokens."""
 
     temperature: jax.Array
     top_k: jax.Array

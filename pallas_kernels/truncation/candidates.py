@@ -16,7 +16,7 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The candidates of a row, in arrays with `room` places for each tile.
+    """The logits of a row that truncation may keep, in arrays with `room` places for each tile.
 
     The i-th candidate of tile t is at place t * `room` + i.
     """

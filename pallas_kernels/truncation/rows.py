@@ -1,4 +1,8 @@
-"""The Triton kernels of truncation that run one program per row, and their threshold searches."""
+"""The Triton kernels of truncation that run one program per row, and their threshold searches.
+
+A row's threshold is the smallest logit that truncation keeps. Candidates are the logits that are
+not below a lower bound of the threshold. Thresholds and bounds are keys (see `ordered`).
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +21,7 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a lower bound of the row's threshold, and the row's maximum and sum of weights.
+    """Write a lower bound of the smallest logit to keep, and the row's maximum and sum of weights.
 
     The bound is a key (see `ordered`). If no token is to be excluded, only the bound 0 is written.
     """
@@ -56,7 +60,7 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
 def select_kernel(
     _, logits_ref, tokens_ref, counts_ref, *refs, vocab_size: int, tile_room: int, few: int
 ):
-    """Exclude candidates below the row's threshold, if the row has few candidates."""
+    """If a row has few candidates, find the threshold among them, and exclude those below it."""
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)
     count, has_room = candidates.total()
@@ -81,7 +85,7 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """Exclude candidates below the row's threshold, if the row has many candidates.
+    """If a row has many candidates, find the threshold among them, and exclude those below it.
 
     The search takes more registers than in `select_kernel`, or reads the candidates again for every
     few bits of the threshold. It reads the whole row if a tile had no room for its candidates.
@@ -136,7 +140,7 @@ def rest_kernel(
 
 
 def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Return the row's threshold, found among its candidates x, which are in registers."""
+    """Return the threshold of a row, given its candidates x, which are in registers."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)
@@ -153,7 +157,7 @@ def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
 def _search(
     read: Callable, num_blocks: int, size: int, row, asked: Asked, bound_ref, best_ref, total_ref
 ) -> jax.Array:
-    """Return the row's threshold. `read(i)` returns the i-th block [size] of its candidates.
+    """Return the threshold of a row. `read(i)` returns the i-th block [size] of its candidates.
 
     The blocks are read again for every few bits of the threshold.
     """
@@ -187,7 +191,7 @@ def _search(
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:
-    """Return the row's threshold.
+    """Return the threshold of a row under top-k, top-p and min-p together.
 
     `find` returns the threshold of top-k or top-p alone. `mass` returns the sum of the weights that
     a threshold keeps.

@@ -6,10 +6,10 @@ in serving. A draft is accepted if it is the target's choice. Trials repeat this
 auxiliary layers, features, mask tokens and vocabularies. A trial that is clearly better than the
 unchanged drafter reveals a fault.
 
-Two figures are compared: the number of accepted drafts, and the overlap of the drafter's and the
-target's distributions. The overlap is the acceptance rate of sampled drafts at temperature 1. The
-number of accepted drafts differs much from place to place, so that it reveals small faults only if
-there are many texts. The overlap differs less.
+Each trial gives two figures: the number of accepted drafts, and the overlap of the drafter's and
+the target's distributions, which is the acceptance rate of sampled drafts at temperature 1. The
+number of accepted drafts differs much from place to place, and reveals small faults only with many
+texts. The overlap differs less.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -129,8 +129,8 @@ def check(
 
     Args:
         mask_ids: token ids. If the drafter has a mask token, each id is tried as the mask token.
-        vocabularies: draft vocabularies to try. A key names the source of a vocabulary, and the
-            value has the token ids i32[V_d] of the drafter's V_d tokens.
+        vocabularies: draft vocabularies to try. A key names the source of a vocabulary. The value
+            i32[V_d] holds the target's token id of each of the drafter's V_d tokens.
 
     Raises:
         ValueError: no text has an answer of at least k + 1 tokens.
@@ -185,9 +185,10 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield trials that each differ in one setting from the trial `own` of the unchanged drafter.
+    """Yield trials of the drafter, each with another value of one setting.
 
-    The setting is, for example, the auxiliary layers, the mask token or the draft vocabulary.
+    Settings are, for example, the auxiliary layers, the mask token and the draft vocabulary. `own`
+    is the trial of the unchanged drafter.
     """
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)

@@ -89,9 +89,9 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure plain decoding and the configurations `shown` in turn.
+        """Measure plain decoding and the configurations in `shown`, which take turns.
 
-        After an interrupt, the figures of the rounds before it are kept.
+        After an interrupt, the figures of completed rounds are kept.
         """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))

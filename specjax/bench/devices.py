@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return a text about all replicas' devices. `device` is the text about one device."""
+        """Describe the devices: their name `device`, and the number and use of several devices."""
         if self.num_devices == 1:
             return device
         parts = [
@@ -53,7 +53,7 @@ class Devices:
 
 
 def set_policies(engine: Engine, make: Callable[[], P], *, show_progress: bool = False) -> list[P]:
-    """Give each replica a new policy, and return the policies. See `Engine.set_policy`."""
+    """Set a new policy, which chooses K, in each replica. Return the policies."""
     policies = [make() for _ in engine.engines]
     for replica, policy in zip(engine.engines, policies, strict=True):
         replica.set_policy(policy, show_progress=show_progress)

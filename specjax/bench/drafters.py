@@ -19,8 +19,8 @@ _SET_BY_K = (
 def read_config(text: str, target: str) -> dict[str, Any]:
     """Parse the JSON of --speculative-config, for a command that gets K by the option --k.
 
-    `target` is the model to draft for. If it is a demo, the config may leave out the drafter's
-    checkpoint.
+    `target` is the model to draft for. If it is a demo model, the config may leave out the
+    drafter's checkpoint.
 
     Raises:
         ValueError: the JSON is not an object with a "method", it sets K, or a value is wrong.

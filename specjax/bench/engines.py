@@ -172,7 +172,7 @@ def step_budget(batch_size: int, max_drafts: int) -> int:
 
 
 class Engines(NamedTuple):
-    """Two engines with the same target."""
+    """Two LLMs with the same target: `drafting` has a drafter, and `plain` has none."""
 
     plain: LLM  # without a drafter
     drafting: LLM  # with a drafter
@@ -180,7 +180,7 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Yield an LLM without and an LLM with the drafter, with compiled steps for every K."""
+    """Yield the two LLMs of a measurement, after compiling their steps for every K."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run must do the same work
@@ -214,7 +214,7 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
-    """Return histograms of the rounds since the metrics `before` were read.
+    """Return histograms of the rounds since an earlier time. `before` has the metrics of that time.
 
     "k_histogram" counts each round once, by K. "request_k_histogram" counts a round once per
     request, by the number of drafts of this request.

@@ -50,9 +50,9 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Computes the scores of a request's next token, from which sampling picks the best.
+    """Scores every candidate for a request's next token. Sampling picks the highest score.
 
-    The scores come from a forward pass over all tokens.
+    The scores come from a forward pass over the prompt and the output so far.
     """
 
     engine: Engine

@@ -43,8 +43,8 @@ class Run:
     """The results of one batch of prompts under one configuration.
 
     Fields other than `outputs` exclude prefill. Steps are summed over replicas, which run at the
-    same time. They include one useless step of each replica that ends before the others: the step
-    that was launched before the replica's last result was read.
+    same time. A replica that ends before the others adds one useless step: it launched this step
+    before it read the result that ended its last request.
     """
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
@@ -113,7 +113,7 @@ def as_run(
 ) -> Run:
     """Return what an engine did between two snapshots of its counters, `before` and `after`.
 
-    No prefill step may lie between them.
+    The engine must not have run a prefill step between the two snapshots.
     """
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
     accepted = tuple(

@@ -24,10 +24,10 @@ RoundTimes = Mapping[tuple[int, int], list[float]]  # milliseconds by batch size
 
 
 class Timed:
-    """Wraps the policy that chooses K, and records the times of rounds.
+    """Wraps the policy that chooses K, and records how long rounds (draft and verify) take.
 
     Attributes:
-        times: the milliseconds of all rounds, by batch size and K.
+        times: the milliseconds of each round, by batch size and K.
     """
 
     is_learning = True  # so that the engine reports rounds
@@ -210,9 +210,9 @@ def describe_speculation(
 
 
 def _growth(name: str, before: Metrics, after: Metrics) -> float:
-    """Return how much the sum of a metric over all steps has grown from `before` to `after`.
+    """Return how much a metric's sum over all steps has grown from `before` to `after`.
 
-    The metric itself is a mean over steps.
+    The metric `name` is a mean over steps, so its sum is the mean times the number of steps.
     """
     return getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps
 

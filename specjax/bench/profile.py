@@ -28,7 +28,7 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K, which records how many drafts are accepted and the times of rounds.
+    """A policy of constant K, which records the number of accepted drafts and the times of rounds.
 
     Only the times of rounds with a full batch are recorded.
     """
@@ -73,8 +73,9 @@ def run(args: argparse.Namespace) -> int:
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     """Measure every K at every batch size, and return the profile.
 
-    At each batch size, the Ks take turns, `setup.rounds` times. `is_online` is not used in the
-    measurement, only stored in the profile.
+    At each batch size, the Ks take turns, `setup.rounds` times. The profile stores `is_online`:
+    whether policies that read the profile learn rates while serving. The measurement does not
+    depend on it.
     """
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
@@ -122,8 +123,8 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
     """Return for each i in 1..max_k the estimated fraction of rounds that accept at least i drafts.
 
     A round with fewer than i drafts does not show whether draft i would be accepted. Therefore the
-    estimate is a product over the drafts up to i. Each factor is the fraction of rounds that accept
-    this draft, among the rounds that have it and accept all drafts before it.
+    estimate is a product over the drafts up to i. A factor is the fraction of rounds that accept
+    this draft. Only rounds that have the draft and accept all drafts before it count.
     """
     rates = []
     for i in range(max_k):

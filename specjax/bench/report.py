@@ -83,8 +83,8 @@ class Figures:
         mean_acceptance_length_low_repeat: mean acceptance length of the outputs that
             `num_low_repeat` counts; None if there are none, or if the batch size is above 1.
         rounds: the figures of each round, in order.
-        by_source: counts and acceptance of each source of drafts; empty without sources on the
-            host, when the drafter makes all drafts.
+        by_source: counts and acceptance of each source of drafts; empty if the drafter makes all
+            drafts.
     """
 
     configuration: str

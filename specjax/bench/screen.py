@@ -25,8 +25,7 @@ class Screen:
     def progress(self, num_done: int, total: int) -> None:
         """Report that `num_done` of `total` units of the current work are done.
 
-        If `total` changes, another part of the work has begun. A bar then shows the sum of all
-        parts.
+        A changed `total` means that another part of the work has begun. A bar adds up all parts.
         """
 
     def preview(self, figures: Sequence[Figures]) -> None:
@@ -79,8 +78,7 @@ class Lines(Screen):
 class Terminal(Screen):
     """Draws the table so far, and below it a bar for the current work.
 
-    The screen is drawn only when a method is called, because a drawing thread would disturb the
-    measurement.
+    Only calls of methods draw the screen. A drawing thread would disturb the measurement.
     """
 
     def __init__(self, live: Live):

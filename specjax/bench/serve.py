@@ -83,7 +83,7 @@ def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]
 
 
 async def _compiled(endpoint: Endpoint) -> None:
-    """Wait until the server compiles nothing, if /metrics reports whether it compiles."""
+    """Wait until the server compiles nothing, as far as /metrics reports this."""
     async with open_session(endpoint.headers) as session:
         while (found := await scrape(session, endpoint.root)) and found.is_compiling:
             await asyncio.sleep(_POLLING_SECONDS)
@@ -143,7 +143,7 @@ def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
 def speculation(traffic: Traffic) -> Speculation | None:
     """Return counts and times of speculation from the server's metrics and answers.
 
-    Return None if neither has any.
+    Return None if neither the metrics nor the answers have such counts.
     """
     growth, groups = traffic.growth, by_group(traffic.records)
     if growth is None:

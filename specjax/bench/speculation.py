@@ -108,8 +108,7 @@ def read_drafters(
 ) -> dict[str, dict[str, Any]]:
     """Map the name of each drafter in results to its speculative config without K.
 
-    If no drafter is given, return the drafters that belong to `model` if it is a demo model, and an
-    empty dict otherwise.
+    If no drafter is given, return the drafters of a demo model, or an empty dict for other models.
 
     Args:
         given: the values of --drafter; None if there are none.

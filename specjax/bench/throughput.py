@@ -1,6 +1,5 @@
 """`specjax bench throughput`: how fast an `LLM` answers many prompts that are given at once."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,9 +10,6 @@ from specjax.bench.peers.peer import as_peer, compare_outputs
 from specjax.bench.peers.process import PeerProcess
 from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
-
-_POLLING_SECONDS = 0.02
-_MIN_WARM_UP_SECONDS, _MAX_WARM_UPS = 10.0, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,23 +25,6 @@ class Rounds:
     peers: dict[str, list[tuple[float, list[Record]]]] = field(default_factory=dict)
 
 
-def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts until a run asks for no further program, at most `_MAX_WARM_UPS` times.
-
-    An engine compiles further shapes only once it has lost enough time without them. So the runs
-    take at least `_MIN_WARM_UP_SECONDS`, unless their number is reached before.
-    """
-    start = time.perf_counter()
-    for _ in range(_MAX_WARM_UPS):
-        num_programs = offline.llm.metrics().num_compilations
-        offline.generate(queries)
-        while offline.llm.metrics().num_compiling:
-            time.sleep(_POLLING_SECONDS)
-        is_long = time.perf_counter() - start >= _MIN_WARM_UP_SECONDS
-        if is_long and offline.llm.metrics().num_compilations == num_programs:
-            break
-
-
 def measure(
     offline: Offline,
     queries: Sequence[Query],
@@ -53,13 +32,12 @@ def measure(
     workers: Mapping[str, PeerProcess],
     found: Rounds,
 ) -> None:
-    """Run all prompts on this engine and on each peer, `num_rounds` times, and fill in `found`.
+    """Run all prompts `num_rounds` times on this and on other engines, and fill in `found`.
 
     In each round, every engine runs once. The engines take turns in being the first of a round.
-    After an interrupt, `found` has the completed runs. This engine starts each run with an empty
-    prefix cache.
+    After an interrupt, `found` has the completed runs. This engine must be warm; the peers run once
+    before the rounds. This engine starts each run with an empty prefix cache.
     """
-    warm_up(offline, queries)
     for worker in workers.values():
         worker.run()
     offline.watch()
@@ -100,7 +78,7 @@ def of_rounds(found: Rounds, queries: Queries) -> list[dict[str, Any]]:
 
 
 def peers_of(found: Rounds, workers: Mapping[str, PeerProcess], queries: Queries) -> list[Peer]:
-    """Return for each peer a comparison of the peer's median run with this engine's median run."""
+    """Compare the median run of each other engine with this engine's median run."""
     num_prompt = sum(len(query.token_ids or ()) for query in queries.queries)
     own, result = middle(of_rounds(found, queries)), []
     for name, passes in found.peers.items():

@@ -178,9 +178,9 @@ class DividedSpec(TensorSpec):
         local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: () if tensors are cut. If each device takes whole tensors, such as those of an
-            expert: a tuple per device with the indices of the tensors that the device takes. None
-            instead of an index means a tensor of zeros.
+        taken: () if devices take parts of tensors. If each device takes whole tensors instead, for
+            example the tensors of some experts: a tuple per device with the indices of the tensors
+            that it takes. None instead of an index means a tensor of zeros.
     """
 
     local: TensorSpec

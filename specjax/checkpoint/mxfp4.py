@@ -1,7 +1,8 @@
 """Weights of experts in MXFP4 (OCP Microscaling, 2023), where 32 floats of 4 bits share a scale.
 
 A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
-as its exponent plus 127. Weights are unpacked while loading; every value is exact in bfloat16.
+as its exponent plus 127. An `MXFP4Spec` unpacks weights; every value is exact in bfloat16. Engines
+keep the weights packed instead.
 """
 
 from collections.abc import Sequence
@@ -57,10 +58,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` is the name of the input axis (see `TensorSpec.cuts`) if devices may divide it, else
-    None. `columns` is the name of the output axis if devices may divide it, else None. Pass at most
-    one of these names. If a name is passed, devices may divide the axis of experts in place of the
-    named axis.
+    Pass `rows`, the name of the input axis, or `columns`, the name of the output axis, or neither
+    (see `TensorSpec.cuts`). If a name is passed, devices may divide the named axis, or divide the
+    experts instead. If not, every device has all experts whole.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

@@ -16,7 +16,7 @@ SPACES = "▁", "Ġ"  # how sentencepiece and byte-level tokenizers write a spac
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """The tokens of a tokenizer."""
+    """The texts of a tokenizer's tokens, by id."""
 
     texts: Mapping[int, str]  # the tokens' texts by id, with plain spaces
     unknown: int  # the id that replaces texts without a token

@@ -33,16 +33,16 @@ def check_writable(option: str, path: Path) -> None:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically: on failure, the previous content stays.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file atomically: on failure, the previous content stays. Texts become UTF-8.
 
     Raises:
         OSError: the file cannot be written; the error names the path.
     """
     with naming(path), tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as folder:
         temporary = Path(folder, path.name)
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_limit(text: str | None) -> float | None:
-    """Return the number of per cent in --fail-over, a text like "5%"; None for None.
+    """Return the number in --fail-over, a percentage like "5%". Return None if `text` is None.
 
     Raises:
         ValueError: the text is not a number of at least 0 followed by "%".
@@ -67,7 +67,7 @@ def read_limit(text: str | None) -> float | None:
 
 
 def read_paths(text: str) -> list[str]:
-    """Return the paths in a text that separates them by commas.
+    """Return the paths in a comma-separated list.
 
     Raises:
         ValueError: a path occurs twice, or is empty.

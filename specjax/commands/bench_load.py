@@ -114,10 +114,10 @@ def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
 
 
 def check_peers(names: Sequence[str]) -> None:
-    """Check that each peer is an installed server or the URL of a running one.
+    """Check that each name is an installed server, or the URL of a running server.
 
     Raises:
-        ValueError: a peer is unknown, not installed or named twice, or its URL does not answer.
+        ValueError: a server is unknown, not installed or named twice, or its URL does not answer.
     """
     for name in names:
         if names.count(name) > 1:
@@ -134,7 +134,7 @@ def check_peers(names: Sequence[str]) -> None:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a peer is named by its URL."""
+    """Return whether the name of an engine to compare with is a URL."""
     return "://" in text
 
 

@@ -134,9 +134,9 @@ class ServeRun:
 
     @contextmanager
     def peer_server(self, name: str) -> Iterator[Endpoint]:
-        """Yield the endpoint of a peer: its URL, or a server that runs within the block.
+        """Yield the endpoint of another engine: a URL, or a server that runs within the block.
 
-        --header is not sent to the peer, because its value may be another server's key.
+        --header is not sent to this endpoint, because its value may be another server's key.
         """
         if is_url(name):
             model = read_models(name, {}, option="--against")[0]["id"]
@@ -165,9 +165,9 @@ class ServeRun:
 
 
 def peer_dtype(dtype: str) -> str:
-    """Return the --dtype for starting a peer, given the --dtype of this engine.
+    """Return the --dtype with which to start another engine. `dtype` is this engine's --dtype.
 
-    On a CPU, specjax resolves "auto" to float32. A peer may not, so it gets "float32".
+    On a CPU, specjax resolves "auto" to float32. Other engines may not, so they get "float32".
     """
     is_cpu = provenance.describe_client()["platform"] == "cpu"
     return "float32" if dtype == "auto" and is_cpu else dtype
@@ -239,7 +239,7 @@ def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
 
 
 def measure_peer(asked: ServeRun, name: str, endpoint: Endpoint, measured: Measured) -> Peer:
-    """Send the same requests to a peer. Return the peer's figures, compared with this engine's."""
+    """Send the same requests to another engine. Compare its figures with this engine's."""
     found, figures = asked.run(endpoint), measured.figures
     own = {key: figures[key] for key in figures if key not in ("num_prompts", "burstiness")}
     theirs = top(asked.load, found, detailed=False)

@@ -22,9 +22,9 @@ SHOWN = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and show its result. Return 1 if a peer died, else 0.
+    """Run the benchmark and show its result. Return 1 if another engine died, else 0.
 
-    If a peer dies, or after an interrupt, the result covers the completed runs.
+    If an engine dies, or after an interrupt, the result covers the completed runs.
     """
     check_positive(**{"--rounds": args.rounds})
     peers = read_peers(args.against)
@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         workers = {
             name: stack.enter_context(peer.open(work, args.seed)) for name, peer in peers.items()
         }
+        asked.warm_up(offline, 1)
         try:
             measure(offline, asked.prompts, args.rounds, workers, found)
         except KeyboardInterrupt:
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_peers(names: list[str]) -> dict[str, BatchPeer]:
-    """Return the peers by name.
+    """Return the other engines to compare with, by name.
 
     Raises:
         ValueError: a peer is not a library, is not installed, or is named twice.
@@ -83,7 +84,7 @@ def read_peers(names: list[str]) -> dict[str, BatchPeer]:
 
 
 def work_of(asked: OfflineRun, offline: Offline) -> Work:
-    """Return the `Work` for peers: the prompts, and the settings of this engine."""
+    """Return the `Work` for other engines: the prompts, and the settings of this engine."""
     config, llm = offline.llm.engine.config, offline.llm
     return Work(
         model=str(resolve(asked.model)),

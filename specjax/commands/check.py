@@ -136,9 +136,9 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    The report has the figures of the drafter in serving ("served"), of the same drafter at some
-    places of the served texts ("reference"), and of each trial at these places ("tried"). It also
-    lists the faults that were found. See `bench.checkup`.
+    "served" has the drafter's figures in serving. "reference" has its figures at some tokens of the
+    served texts. "tried" has the figures of each trial, another setup of the drafter, at the same
+    tokens. "faults" lists the faults that were found. See `bench.checkup`.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)

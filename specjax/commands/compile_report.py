@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plain(request: StepRequest) -> StepRequest:
-    """Return the request to compile the same step with unquantised weights."""
+    """Return `request` with unquantised weights, to compile the same step for comparison."""
     return replace(request, quantization=None)
 
 

@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _arguments(flags: dict[str, Any], given: Sequence[str]) -> Iterator[str]:
-    """Yield the flags of a file as arguments, except flags that are among the arguments `given`."""
+    """Yield the flags of a file as arguments, except flags that are also in `given`."""
     taken = {one.partition("=")[0] for one in given}
     for name, value in flags.items():
         if {f"--{name}", f"--no-{name}"} & taken:

@@ -89,7 +89,7 @@ def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
-    """Return the prompts `listed` on the command line, and the prompts of a file.
+    """Return the prompts in `listed`, from the command line, and then the prompts of a file.
 
     Each line of a file is a text, or a JSON object if the file is a .jsonl.
     """

@@ -15,9 +15,9 @@ def read_speculation(
 
     Args:
         target: the target's checkpoint, or None.
-        takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, and
-            no checkpoint is given, a method with weights gets OWN_SHAPE in place of a checkpoint.
-            The shapes then follow from the target's.
+        takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, a
+            method with weights needs no checkpoint: without one, the config's "model" is
+            `OWN_SHAPE`, and the shapes follow from the target's shapes.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -1,4 +1,4 @@
-"""Deferred observation: the drafter observes several rounds without drafts in one program.
+"""Deferred observation: one program lets the drafter observe several rounds that had no drafts.
 
 After a round, a drafter observes the target's features (hidden states) for the round's rows, and
 updates its cache. While rounds have no drafts, nothing reads this cache, so updates can wait. One
@@ -28,7 +28,7 @@ def defer(
     *,
     model: StepModel,
 ) -> EngineState:
-    """Return the engine's state after keeping a round's features for `observe_deferred`.
+    """Store a round's features for `observe_deferred`; return the new state of the engine.
 
     The round has no drafts. Call this function before the round's tokens are added to
     `EngineState.lengths`.
@@ -53,10 +53,10 @@ def defer(
 def observe_deferred(
     params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
 ) -> EngineState:
-    """Return the engine's state after the drafter has observed the deferred rounds.
+    """Let the drafter observe the rounds that `defer` has stored; return the new state.
 
-    `defer` kept the hidden states of these rounds. A request must have had the same index in the
-    batches of all of them. `inputs` are the inputs of the last round.
+    A request must have had the same index in the batch of each of these rounds. `inputs` are the
+    inputs of the last round.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

@@ -36,7 +36,7 @@ class History:
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
     def extended(self, tokens: list[jax.Array]) -> "History":
-        """Return the history after committing `tokens`, a list with an i32[B] per position."""
+        """Return the history after committing `tokens`, a list of i32[B], one per position."""
         if not tokens:
             return self
         longer = self.then(jnp.stack(tokens, axis=1))

@@ -18,7 +18,7 @@ SCORED_ROWS = 64  # number of prompt rows scored at a time, since their logits a
 
 
 class Extras(IntFlag):
-    """Flags of optional work, which a step does only if a request needs it."""
+    """Flags of a step's optional work on logits. Work that no request needs is skipped."""
 
     EDITS = 1  # edits of logits before sampling: penalties, bias, truncation, ...
     LOGPROBS = 2

@@ -31,7 +31,7 @@ class AdmitInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SnapshotInputs:
-    """Copies of requests' recurrent states, to snapshots or from snapshots."""
+    """The copies to make from recurrent states of requests to snapshots, or back."""
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # snapshots; out of range for padding
@@ -101,7 +101,7 @@ class StepModel(NamedTuple):
 def page_tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
     """Return a list of page tables i32[B, P].
 
-    The first page table is for layers that share one set of pages. The others are for the layers
-    with each of `model.windows`, which have separate pages.
+    The first page table is for layers that share one set of pages. Then, each window length in
+    `model.windows` has a page table, because layers with this window have separate pages.
     """
     return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)

@@ -21,7 +21,7 @@ def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) 
 
     Args:
         padding: the value in a padding row, or the name of the `Layout` attribute with this value.
-            If the field is a tree of arrays, it is a function that takes the layout and returns one
+            If the field is a tree of arrays, a function that takes the layout and returns one
             padding row: a tree of NumPy arrays [1] or [1, width] of 32-bit numbers.
         width: the name of the `Layout` attribute with the width; None for a field i32[B].
     """

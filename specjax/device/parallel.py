@@ -63,8 +63,8 @@ def specs_of(one: Divisible, names: Collection[str] = ()) -> Any:
 def shapes_of(specs: Any, dtype: Any) -> Any:
     """Return the shapes of the arrays that a tree of `TensorSpec`s describes.
 
-    The function `is_divided` recognises the shape of an array that is divided over devices. `dtype`
-    is the dtype of arrays whose specs have no dtype.
+    If an array is divided over devices, its shape has the sharding `DIVIDED`; see `is_divided`.
+    `dtype` is the dtype of arrays whose specs have no dtype.
     """
 
     def shape(spec: TensorSpec) -> jax.ShapeDtypeStruct:
@@ -76,10 +76,10 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 
 
 def shapes_like(one: Divisible, params: Any) -> Any:
-    """Return the shapes of the parameters `params` of a model or head, which may be shapes already.
+    """Return the shapes of a model's or head's parameters, divided over the devices of `one`.
 
-    The shapes are divided over the devices of `one`, even if all arrays are on one device. All
-    arrays of a quantised weight are divided if its unquantised array would be.
+    The leaves of `params` are arrays, which may all be on one device, or shapes. All arrays of a
+    quantised weight are divided if the unquantised weight would be divided.
     """
     specs = jax.tree_util.tree_leaves_with_path(specs_of(one), is_leaf=is_weight)
     divided = {path for path, x in specs if _is_divided(x)}

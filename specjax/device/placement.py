@@ -48,7 +48,7 @@ class Placement:
 
     @property
     def device(self) -> Device:
-        """One of this process's devices. The mesh's devices are all of the same kind."""
+        """One of this process's devices. All devices of the mesh are of its kind."""
         return self.mesh.local_devices[0]
 
     def sharding(self, spec: PartitionSpec = REPLICATED) -> Sharding:
@@ -143,10 +143,10 @@ def own_part(x: Any) -> Any:
 
 
 def with_other_parts(own: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return the whole array without a copy. `own` is the part in this process.
+    """Return a whole array, made of this process's part `own` and other processes' parts.
 
-    `sharding` is the sharding of the whole array. The other processes make the same call with their
-    parts.
+    `sharding` is the sharding of the whole array. Nothing is copied. The other processes make the
+    same call with their parts.
     """
     if sharding.is_fully_addressable:
         return own

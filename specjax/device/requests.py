@@ -66,7 +66,7 @@ class Requests:
         return jax.tree.map(lambda x: x[slots], self)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
-        """Return the parameters after writing those of `new` requests [B] at `slots` i32[B].
+        """Write the parameters `new` of B requests at `slots` i32[B]; return all parameters.
 
         Out-of-range slots are ignored.
         """

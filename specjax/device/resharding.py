@@ -48,10 +48,10 @@ def spread(
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Return `function`, jitted for arrays that are spread over `devices`.
 
-    `function` takes a list of arrays, and may cut each of them along one axis. `cut_axes` has this
-    axis for each array; None for no axis. Before `function` runs, an array is spread along another
-    axis whose size is divisible by the number of devices, if there is one. So no device needs the
-    whole array.
+    `function` takes a list of arrays, and may cut each array along one axis. `cut_axes` has this
+    axis for each array; None for no axis. Before `function` runs, each array is spread along
+    another axis, so that no device needs the whole array. The size of this axis must be divisible
+    by the number of devices. An array without such an axis is not moved.
 
     `num_parts` is the size of the result's first axis, along which the result is spread.
     `num_parts` is 0 if the result is not divided; each device then has the whole result.

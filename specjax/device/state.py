@@ -73,18 +73,17 @@ class EngineState:
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that the drafter has observed all tokens.
+        """Record that the drafter has observed all tokens of the requests at `slots`.
 
-        This is recorded for the requests at `slots`.
+        Return the new state.
         """
         lengths = self.lengths[slots]
         return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
-        """Return the state after recording that recurrent states include all tokens.
+        """Record that recurrent states include all tokens of the requests at `slots`.
 
-        This is recorded for the requests at `slots`. Use it after a chunk, whose tokens cannot be
-        rejected.
+        Return the new state. Call this after a prefill chunk, whose tokens cannot be rejected.
         """
         return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
 

@@ -10,10 +10,10 @@ round drafts tokens, runs the target on the drafts, and commits the accepted dra
 
     propose -> extend -> settle
 
-These three run in one program. They run in separate programs if other work comes before `settle`:
-the host makes grammar masks, or users' logits processors run (see `processors.py`; these may also
-run before `begin`). The parts that run the target do not depend on the requests' options for
-logits. Chunks and a round may run in one program, see `joined.py`.
+These three run in one program. They run in separate programs if the host makes grammar masks before
+`settle`, or if users' logits processors run before `settle`. Logits processors may also run before
+`begin` (see `processors.py`). The parts that run the target do not depend on the requests' options
+for logits. Chunks and a round may run in one program, see `joined.py`.
 
 The inputs of a step contain neither the number of accepted tokens nor the length of a request: the
 host plans with upper bounds, and the device keeps the exact numbers in its state.
@@ -336,7 +336,7 @@ class _Emitted(NamedTuple):
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
-    """Return the number of the verdict's tokens that are output, and whether the output ends.
+    """Return how many of the verdict's tokens to output, and whether the output ends.
 
     At most `remaining` tokens are output. The output also ends with a stop id, or with -1 where no
     token is possible. The token that ends the output is counted.

@@ -29,7 +29,7 @@ class Suggestions:
 
     @classmethod
     def padding(cls, width: int) -> "Suggestions | None":
-        """Return the paths of one padding row, as NumPy arrays; None if paths have the length 0."""
+        """Return an empty path for one padding row, as NumPy arrays; None if `width` is 0."""
         if not width:
             return None
         empty: Any = np.zeros(1, np.int32), np.full((1, width), -1, np.int32)
@@ -39,11 +39,11 @@ class Suggestions:
 def replace_drafts(
     draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
 ) -> Draft:
-    """Return `draft`. A request whose tokens agree with its path gets drafts from the path instead.
+    """Replace the drafts of each request whose tokens agree with its path; return new drafts.
 
     A path agrees if its tokens up to the request's last token equal the request's own tokens. The
-    next tokens of the path then are the drafts, with one-hot distributions. A request keeps the
-    drafts in `draft` if its path does not agree or has no next token.
+    next tokens of the path are then the drafts, with one-hot distributions. A request keeps the
+    drafts in `draft` if its path does not agree, or has no next token.
     """
     k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
     if not k:

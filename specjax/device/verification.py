@@ -1,8 +1,8 @@
 """Decides which drafts are accepted, and which token follows them, by one of four methods.
 
 Row t of the target's logits predicts the token at position lengths[b] + t, given the committed
-tokens and the first t drafts. A verdict has the accepted drafts, drafts[:a], and one more token.
-That token replaces the first rejected draft, or follows the last draft.
+tokens and the first t drafts. A verdict has the accepted drafts and one more token. That token
+replaces the first rejected draft, or follows the last draft.
 
     seed_exact  the target's tokens are sampled, and drafts that equal them are accepted. The output
                 does not depend on the drafts (Daliri, Musco and Suresh 2024)
@@ -345,9 +345,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    They are a function of the request's seed and of the position where the step starts. If they
-    were a function of the draft's position instead, the next step could use a draw that has already
-    affected the outcome of this step (in `Block`).
+    They are a function of the request's seed and of the position where the step starts. A function
+    of the draft's position would be wrong: in `Block`, the next step could use a draw that has
+    already affected the outcome of this step.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -45,8 +45,8 @@ class Compiler:
     """Compiles in threads the programs whose keys are passed to `ask`, and keeps them.
 
     `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
-    `is_urgent` means that requests wait for the program. Programs that are not urgent are compiled
-    only while the process uses less than the fraction `maps_for_shapes` of its allowed memory maps.
+    `is_urgent` means that requests wait for the program. Other programs are compiled only while the
+    process uses less than the fraction `maps_for_shapes` of its allowed memory maps.
 
     Attributes:
         ready: the compiled programs, by key.
@@ -164,9 +164,13 @@ class Compiler:
         return program
 
     def close(self) -> None:
-        """Wait for programs that are being compiled, then free all programs."""
+        """Wait for programs that are being compiled, then free all programs.
+
+        If the process is ending, do not wait.
+        """
         self._is_closed = True
-        wait_for([*self._urgent.threads, *self._later.threads], log.warning)
+        if not is_leaving():
+            wait_for([*self._urgent.threads, *self._later.threads], log.warning)
         self.ready.clear()
 
     def _work(self, line: _Line, niceness: int) -> None:

@@ -1,6 +1,6 @@
-"""Counts the rounds without drafts whose hidden states the drafter has not read yet.
+"""Counts deferred rounds: rounds without drafts, whose hidden states the drafter reads later.
 
-`device/deferral.py` explains why the drafter reads them later.
+`device/deferral.py` explains why the drafter does not read the hidden states in each round.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds: rounds without drafts whose hidden states the drafter reads later.
+    """Counts deferred rounds: rounds without drafts, whose hidden states the drafter reads later.
 
     All deferred rounds have the same requests. In the program `Observe`, the drafter reads the
     hidden states of all deferred rounds at once. The program must run before a step that drafts. It
@@ -28,11 +28,11 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run `Observe` before the step `plan`, if there are deferred rounds that cannot wait.
+        """Run the program `Observe` before the step `plan`, unless deferred rounds can wait.
 
-        Deferred rounds can wait if `plan` is a round without drafts for the same requests, and if
-        fewer rounds than `Programs.max_deferred` are deferred. Afterwards, count `plan` as deferred
-        if it is a round without drafts and `max_deferred` is not 0. `packed` is the packed plan.
+        They can wait if `plan` is a round without drafts for the same requests, and fewer than
+        `Programs.max_deferred` rounds are deferred. Then count `plan` as deferred if it has no
+        drafts and `max_deferred` is not 0. `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
@@ -48,7 +48,7 @@ class DeferredRounds:
             self._programs.run(Observe(len(last)), last)
 
     def _has_rows_of(self, packed: np.ndarray) -> bool:
-        """Return whether a round has the requests of the last deferred round, row by row."""
+        """Return whether each row of a round has the same request as in the last deferred round."""
         if self._last is None:
             return False
         views = self._layout.packing(DecodeInputs).views

@@ -5,8 +5,8 @@
 While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
 program takes one packed array from the host, and returns its results as one packed array. A step
 may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
-such steps are frequent, both parts run as one program. A round with grammars is launched as several
-programs, so that the host computes masks while the target runs over the drafts.
+such steps are frequent, both parts run as one program. A round with grammars is several programs:
+the host computes masks while the target runs over the drafts.
 """
 
 import os
@@ -44,7 +44,7 @@ from specjax.host.drafts.suggester import Suggester
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
-from specjax.host.sequence import Sequence
+from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
@@ -309,21 +309,22 @@ class Engine:
                 export_features(step.plan, jax.device_get(step.features))
             num_kept, touched = self.scheduler.commit(step.plan, rows)
             self._recorder.record_part(step.plan, rows, num_kept)
-            self._learn(step, num_kept, milliseconds)
+            self._learn(step, rows, num_kept, milliseconds)
         self._recorder.record_finished(touched)
         return touched
 
-    def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
+    def _learn(
+        self, step: InFlight, rows: list[RowOutput], num_kept: list[int], milliseconds: float | None
+    ) -> None:
         """Record the time of chunks or of a round, and let the policy learn from a round.
 
-        `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
+        `rows` and `num_kept` have the device's result and the number of new tokens by sequence.
+        `milliseconds` is None for an unknown time.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
-        chunk_ms = clock.chunk_ms
+        chunk_ms, clock.chunk_ms = clock.chunk_ms, 0.0
         if isinstance(plan, PrefillPlan):
             clock.chunk_ms = chunk_ms = chunk_ms + (milliseconds or 0.0)
-        else:
-            clock.chunk_ms = 0.0
         if milliseconds is not None:
             self.repertoire.note(plan, step.variant, milliseconds)
             if step.joins is not None:
@@ -331,7 +332,7 @@ class Engine:
         if policy.is_learning and isinstance(plan, DecodePlan) and any(num_kept):
             if plan.num_drafts in policy.choices:  # an earlier policy may have chosen this K
                 own_ms = None if self.config.exact else milliseconds  # every K takes the same time
-                policy.observe(step.outcome(num_kept, own_ms))
+                policy.observe(step.outcome(rows, num_kept, own_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.
@@ -428,7 +429,7 @@ class Engine:
         """Return the times of rounds for each K in `ks`.
 
         If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
-        shape. In exact mode, all times are equal, because all rounds have one shape.
+        shape. With `exact`, all times are equal, because all rounds have one shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -3,8 +3,8 @@
 Each program has a file, whose name is a digest of everything on which the program depends: static
 arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest does not
 cover code outside our sources, such as a user's own drafter. If an engine uses such code, its
-programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is used
-only if nobody except the folder's owner can write to it.
+programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is not used
+if anybody but its owner can write to it.
 """
 
 import hashlib
@@ -86,9 +86,9 @@ def open_executables(
 ) -> "Executables | None":
     """Open the store of compiled programs in `folder` for the model `model` (a `StepModel`).
 
-    Return None if the model's programs would contain code that the files' digests do not cover,
-    such as a user's own drafter or a replaced function. `origin` holds further values on which the
-    programs depend. These values become part of the digests.
+    Return None if the model uses code that the files' digests do not cover, such as a user's own
+    drafter or a replaced function. `origin` holds further values on which the programs depend.
+    These values become part of the digests.
     """
     devices = list(placement.mesh.devices.flat)
     if (ids := [one.id for one in devices]) != list(range(len(ids))):  # a replica on later devices
@@ -122,10 +122,6 @@ class Executables:
         The result of `compile()` is written to a file if possible.
         """
         path = self._path(key)
-        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
-            if (reason := _distrust(folder)) is not None:
-                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
-                path = None
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
@@ -155,13 +151,23 @@ class Executables:
                 log.info("%s is not kept: %s", key, error)
         return program
 
+    def has(self, key: Any) -> bool:
+        """Return whether there is a file for the program of `key`."""
+        path = self._path(key)
+        return path is not None and path.exists()
+
     def _path(self, key: Any) -> Path | None:
         """Return the path of the file for the program of `key`.
 
-        None if the program contains logits processors, whose code the digest does not cover.
+        Return None if the program contains logits processors, whose code the digest does not cover,
+        or if others than its owner can write to the folder.
         """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
+        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
+            if (reason := _distrust(folder)) is not None:
+                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
+                return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"
 

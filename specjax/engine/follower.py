@@ -31,8 +31,8 @@ class Follower:
     Attributes:
         programs: the programs of this process.
         sleep: moves this process's weights to the host and back.
-        staged: values, such as new weights, that one function called by `Programs.elsewhere` leaves
-            for the next one.
+        staged: values, such as new weights, that a function called by `Programs.elsewhere` leaves
+            for the next such function.
     """
 
     programs: CompiledPrograms
@@ -84,10 +84,10 @@ class Follower:
         self.programs.params = params
 
     def release(self) -> None:
-        """Do nothing: this process frees its state when process 0 sends another message."""
+        """Do nothing: process 0 sends a separate message that frees this process's state."""
 
     def renew(self) -> None:
-        """Do nothing: this process creates an empty state when process 0 sends another message."""
+        """Do nothing: process 0 sends a separate message that makes an empty state here."""
 
     def build(
         self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int

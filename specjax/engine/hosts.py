@@ -72,7 +72,7 @@ class Hosts:
         return self.rank == LEADER
 
     def name(self, rank: int) -> str:
-        """Return a process's name in errors."""
+        """Return the name of process `rank` for error messages."""
         host = self._hosts.get(rank)
         return f"process {rank} ({host})" if host else f"process {rank}"
 
@@ -213,7 +213,7 @@ class Hosts:
         self.fail(f"a step has not ended within {limit}, although all processes answer")
 
     def explain(self, error: Exception) -> Exception:
-        """Return the error to raise after a device's `error`.
+        """Return the error to raise when a device has raised `error`.
 
         If a process is lost, return the `HostsError` that names the process. Otherwise, tell the
         peers that this process has failed, and return `error` itself.
@@ -278,7 +278,7 @@ class Hosts:
 
 
 def _started(do: Callable[..., None], *arguments: Any) -> threading.Thread:
-    """Return a new thread that runs `do`, and that ends with the process."""
+    """Start a daemon thread that runs `do`, and return the thread."""
     thread = threading.Thread(target=do, args=arguments, name="specjax-hosts", daemon=True)
     thread.start()
     return thread
@@ -296,7 +296,7 @@ def _socket_of(connection: Connection) -> socket.socket:
 
 
 def _set_options(connection: Connection, seconds: int) -> None:
-    """Set socket options: no delay for small messages, keepalive, and a time limit of a send."""
+    """Set socket options: no delay for small messages, keepalive, and a time limit for sending."""
     with _socket_of(connection) as one:
         one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

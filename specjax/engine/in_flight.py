@@ -3,7 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 
 import jax
 import numpy as np
@@ -17,6 +19,9 @@ from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
 from specjax.host.drafts.suggester import is_used
 from specjax.host.plans import DecodePlan
+from specjax.host.sequence import RowOutput
+from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.host.speculation.contexts import context_buckets
 from specjax.host.speculation.requests import RequestOutcomes
 from specjax.host.speculation.rounds import Round
 
@@ -35,13 +40,18 @@ class InFlight:
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
     rest: DecodePlan | None = None  # the part that does not draft, if it ran in this program
 
-    def outcome(self, num_kept: list[int], milliseconds: float | None) -> Round:
+    def outcome(
+        self, rows: SequenceOf[RowOutput], num_kept: list[int], milliseconds: float | None
+    ) -> Round:
         """Return the outcome of a round, after its tokens were appended to its sequences.
 
         If the program also ran sequences that did not draft (`self.rest`), their tokens must be
         appended after this call.
 
+        If the drafter found fewer than K drafts, the first missing draft counts as rejected.
+
         Args:
+            rows: the device's results for each sequence.
             num_kept: the number of tokens that each sequence gained.
             milliseconds: the time of the round; None if unknown. If the round had fewer drafts than
                 its shape, the outcome has no time, since the program ran with a larger K.
@@ -49,23 +59,27 @@ class InFlight:
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
-        pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        own = pairs
+        paths = plan.suggested or repeat(None)
+        every = zip(plan.sequences, num_kept, rows, paths, strict=False)
+        gained = [one for one in every if one[1]]
+        num_context = sum([len(s.token_ids) - n for s, n, *_ in gained])
         if plan.suggested:  # what the drafter achieves is learned from its own drafts
-            paths = dict(zip(plan.sequences, plan.suggested, strict=True))
-            own = [(s, n) for s, n in pairs if not is_used(paths[s], s, n)]
-        found = [sequence.draft_outcome(k, n) for sequence, n in own]
-        requests = RequestOutcomes(
-            [sequence.rank for sequence, _ in own],
-            [outcome.num_drafts for outcome in found],
-            [outcome.num_accepted for outcome in found],
-        )
+            gained = [(s, n, row, path) for s, n, row, path in gained if not is_used(path, s, n)]
+        num_drafts = [  # the first case, without a call, is the usual one
+            k if row.num_drafts == k and s.finish_reason is None else s.num_usable(k, n)
+            for s, n, row, _ in gained
+        ]
+        num_accepted = [n - 1 for _, n, *_ in gained]
+        requests = RequestOutcomes([s.rank for s, *_ in gained], num_drafts, num_accepted)
+        groups = [s.request.group for s, *_ in gained]
+        buckets = context_buckets([len(s.token_ids) for s, *_ in gained])
+        found = Counter(zip(num_drafts, num_accepted, groups, buckets, strict=True))
         others = self.rest.sequences if self.rest else ()
         return Round(
             plan.batch,
             k,
-            sum(len(sequence.token_ids) - n for sequence, n in pairs),
-            Counter(found),
+            num_context,
+            {DraftOutcome(*outcome): count for outcome, count in found.items()},
             milliseconds if plan.k == k else None,
             requests,
             others=self.rest.batch if self.rest else 0,
@@ -81,7 +95,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round whose programs were launched, except its last program, `Settle`."""
+    """A round whose programs were launched, except `Settle`, which verifies the drafts."""
 
     plan: DecodePlan
     variant: Variant
@@ -103,10 +117,10 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done`, the end time, of programs that must have ended before a later launch.
+    """Set the end time `done` of programs that had ended before a later program was launched.
 
-    On a CPU, a launch may return only after the launched program has ended. All programs that were
-    launched earlier had then ended before this launch.
+    On a CPU, a launch may return only after the launched program has ended. In this case, all
+    earlier programs had ended before the launch.
     """
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:

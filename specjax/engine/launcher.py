@@ -128,9 +128,9 @@ class Launcher:
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
-        They are separate in exact mode, where all steps run the same programs. They are also
-        separate if the chunks need grammar masks or logits processors, if the program
-        `Decode` of the round is not compiled, or if a request exports its prompt's hidden states.
+        They are separate with the option `exact`, with which all steps run the same programs. They
+        are also separate if the chunks need grammar masks or logits processors, if a request
+        exports its prompt's hidden states, or if the round's program `Decode` is not compiled.
         """
         if self._config.exact:
             return None

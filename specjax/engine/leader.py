@@ -30,7 +30,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Named(NamedTuple):
-    """A program in a message, which is given by its number.
+    """Names a program in a message by a number.
 
     The first message with this number also contains the program. In later messages, `program` is
     None.
@@ -130,6 +130,10 @@ class LeaderPrograms:
     def num_processes(self) -> int:
         """See `Programs`."""
         return self._hosts.count
+
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """See `Programs`."""
+        return self._own.are_on_disk(programs)
 
     @property
     def is_compiling(self) -> bool:
@@ -325,7 +329,7 @@ class LeaderPrograms:
 
 
 def _hear_by(leader: weakref.ref[LeaderPrograms], *message: Any) -> None:
-    """Pass a message to the `LeaderPrograms`, unless it was freed."""
+    """Pass a message to `leader`, unless the `LeaderPrograms` was freed."""
     if (found := leader()) is not None:
         found._hear(*message)
 

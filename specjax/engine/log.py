@@ -1,7 +1,7 @@
 """Provides the logger "specjax", which reports progress through Python's logging.
 
 If the user's program has configured logging, its handlers decide where lines go. Otherwise lines go
-to stderr, so that a first script, or a job without a terminal, is not silent for minutes.
+to stderr. Then even a first script is not silent for minutes.
 """
 
 import importlib.util

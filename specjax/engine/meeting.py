@@ -2,8 +2,8 @@
 
 First, all processes wait until every process has started. Then `jax.distributed` connects their
 devices. Last, each other process connects to process 0 with a socket. Messages on these sockets are
-pickled, and reading a pickle can run arbitrary code. So first, both ends of a connection prove that
-they know a random key, which process 0 has broadcast to the devices.
+pickled, and reading a pickle can run arbitrary code. So both ends of a connection first prove that
+they know a random key. Process 0 has broadcast this key through the devices.
 """
 
 import secrets
@@ -29,7 +29,7 @@ HELLO, NAME = struct.Struct("!7sII"), b"specjax"  # `NAME`, and a process's rank
 
 
 class Meeting(NamedTuple):
-    """The options of an LLM that say which processes share it, and where they meet."""
+    """The options of an LLM that say how many processes share it, and how they connect."""
 
     nnodes: int
     node_rank: int | None

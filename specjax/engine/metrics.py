@@ -29,8 +29,8 @@ class Metrics:
         num_prefill_steps: number of steps with prefill chunks.
         num_decode_steps: number of steps with a decode round.
         acceptance_rate_per_pos: fraction of the draft tokens at each position that were accepted. A
-            draft token after a rejected one counts as not accepted, so the acceptance length of K
-            drafts is 1 plus the sum of the first K rates.
+            draft token after a rejected draft token counts as not accepted. So the acceptance
+            length of K drafts is 1 plus the sum of the first K rates.
         k_histogram: number of rounds per K.
         request_k_histogram: for each number of draft tokens, how often a request had this number in
             a round. A request may have fewer than K.
@@ -290,7 +290,7 @@ _Outcome = tuple[int, int, int]
 
 
 def _of_drafts(outcomes: Mapping[_Outcome, int], max_drafts: int) -> dict[str, Any]:
-    """Return the counters of drafts. `outcomes` has the number of occurrences of each outcome."""
+    """Return the counters of drafts. `outcomes` counts how often requests had each outcome."""
     drafted, accepted = [0] * max_drafts, [0] * max_drafts  # by position
     of_requests, drafts_at, accepted_at = Counter(), Counter(), Counter()
     for (num_drafts, kept, bucket), count in outcomes.items():

@@ -44,6 +44,13 @@ class Programs(Protocol):
         """The number of processes that run the programs together."""
         ...
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """Return whether all of `programs` that are not ready can be read from disk.
+
+        To read a program takes much less time than to compile it.
+        """
+        ...
+
     @property
     def is_compiling(self) -> bool:
         """Whether programs are being compiled."""
@@ -53,8 +60,8 @@ class Programs(Protocol):
     def waits_at_conditionals(self) -> bool:
         """Whether the host waits for the device at each conditional that contains a collective.
 
-        If it does, there is a variant without such conditionals for requests that need no optional
-        work; see `Variant.is_plain`.
+        If it does, requests without optional work, such as log-probabilities, run in programs
+        without such conditionals; see `Variant.is_plain`.
         """
         ...
 
@@ -62,8 +69,8 @@ class Programs(Protocol):
         """Return how many rounds without drafts may run before `Observe` must run.
 
         `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
-        requests. Return 0 if the drafter must read them at the end of each round. If a round and
-        prefill chunks run as one program (`Joined`), the drafter always reads them at once.
+        requests. Return 0 if the drafter must read the hidden states at the end of each round. It
+        always does so if a round and prefill chunks run as one program (`Joined`).
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Shows the progress of a call as a bar, with a class like tqdm, or as log lines."""
+"""Shows the progress of a call of `generate` as a bar, with a class like tqdm, or as log lines."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ BAR_SECONDS = 0.2  # between two updates
 
 @dataclass(frozen=True)
 class CallProgress:
-    """The progress of a call. `num_running` and `num_waiting` count all requests of the engine."""
+    """The progress of a call of `generate`."""
 
     num_finished: int
     num_tokens: int

@@ -1,4 +1,4 @@
-"""Runs several engines of one model, each on separate devices, in the place of one engine.
+"""Runs several engines of one model, each on separate devices, in place of one engine.
 
 Each replica is an engine with a thread, which runs its steps. The threads take turns on the host. A
 thread gives its turn away while its step waits for the device, so that all devices work at the same

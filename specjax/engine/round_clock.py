@@ -40,12 +40,12 @@ class RoundClock:
     def time(self, step: InFlight, compile_seconds: float) -> float | None:
         """Return the milliseconds of the chunks or round that were just read; None if unknown.
 
-        The device runs one program at a time. So the time begins when the device finished the
-        previous program, or when the host began to plan the step, if that was later. Host time
+        The device runs one program at a time. So the time begins at the later of two events: the
+        device finished the previous program, or the host began to plan the step. Host time
         therefore counts only while the device waited for the host.
 
-        `compile_seconds` is the total time of compiling so far. If it has grown since the read
-        before last, compiling may have slowed the device down, and the time is unknown.
+        `compile_seconds` is the total time of compiling so far. If it has grown since two calls
+        ago, compiling may have slowed the device down, and the time is unknown.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

@@ -8,10 +8,10 @@ CALLER = -1  # the owner of the first turn
 
 
 class Turn:
-    """A lock whose owner is a number. At first, the owner is `CALLER`.
+    """A lock that a thread holds under a number, its owner. At first, `CALLER` holds the lock.
 
-    Nothing happens if an owner that has the lock takes it again, or if an owner that does not have
-    the lock gives it back. So after Ctrl-C, an owner can simply take the lock again.
+    An owner that holds the lock may take it again, and an owner that does not hold the lock may
+    give it back. Both do nothing. So after Ctrl-C, an owner can simply take the lock again.
     """
 
     def __init__(self):

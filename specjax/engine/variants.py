@@ -26,11 +26,11 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the programs with which a plan runs fastest in a variant.
+    """Return the programs that run a plan fastest, with the extra work of a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
-    rounds without drafts need a later run of the program `Observe`, in which the drafter observes
-    several of them at once.
+    the drafter does not observe rounds without drafts as they run. The program `Observe` lets it
+    observe several of them later.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
@@ -50,11 +50,11 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return programs that run a plan more slowly, but are mostly shared by all variants.
+    """Return slower programs for a plan. Most of them are shared by all variants.
 
-    These programs let requests with a new variant run before the variant's fastest programs are
-    compiled. Rounds run as several programs, and drafts are made without logits processors. So
-    fewer drafts are accepted.
+    A variant is the extra work that requests need. With these programs, requests of a new variant
+    can run before its fastest programs are compiled. Rounds run as several programs, and drafts are
+    made without logits processors, so that fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -78,12 +78,12 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return a variant without what rounds never need: log-probabilities of prompts."""
+    """Return a variant without log-probabilities of prompts, which rounds never need."""
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_begin(variant: Variant) -> Variant:
-    """Return a variant with only what is compiled into the program `Begin`.
+    """Return a variant with only the fields that are compiled into the program `Begin`.
 
     Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
     processors itself only to score the tokens of prompts.
@@ -93,7 +93,7 @@ def of_begin(variant: Variant) -> Variant:
 
 
 def of_settle(variant: Variant) -> Variant:
-    """Return a variant with only what is compiled into the program `Settle` (see `of_begin`)."""
+    """Return a variant with only the fields that are compiled into `Settle`; see `of_begin`."""
     return variant._replace(masks=False, processors=())
 
 
@@ -103,10 +103,9 @@ def of_drafts(variant: Variant) -> Variant:
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether steps of `variant` do all the work that `asked` contains.
+    """Return whether steps of `variant` do all the extra work that `asked` contains.
 
-    `variant` must have masks if and only if `asked` has masks, because a step with masks waits for
-    the host.
+    Both variants or neither must have grammar masks, because a step with masks waits for the host.
     """
     return (
         set(variant.processors) >= set(asked.processors)

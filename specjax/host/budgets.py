@@ -47,11 +47,11 @@ class Budget:
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
-    """Explain which token budget limits the number of requests that run together in exact mode.
+    """Explain which token budget lets fewer than `max_num_seqs` requests run together.
 
-    In exact mode, each step needs room for the widest chunk of one request, and for a round of all
-    other requests. Return None if both token budgets have this room for `max_num_seqs` requests.
-    Also return None in other modes, which need not reserve this room.
+    With the option `exact`, each step needs room for the widest chunk of one request, and for a
+    round of all other requests. Return None if both token budgets have this room, or without
+    `exact`.
     """
     if not config.exact:
         return None

@@ -11,9 +11,9 @@ Three tasks are done here because llguidance 1.9.1 does not do them as needed:
   spells a text.
 - Drafts: each draft is tried on a copy of the state, because llguidance's `rollback` keeps an
   outdated mask and refuses some grammars.
-- Spelling: where a grammar forces a text, llguidance allows only the tokenizer's own spelling,
-  which turns a "</s>" in the text into the end of the sequence. Here, any tokens that spell the
-  text are allowed.
+- Spelling: where a grammar forces a text, llguidance allows only the tokens that the tokenizer
+  makes from the text. A "</s>" in the text would then end the sequence. Here, any tokens that spell
+  the text are allowed.
 """
 
 import json
@@ -243,9 +243,8 @@ class GrammarMatcher:
         A mask has W words of 32 bits. In row i, bit v % 32 of word v // 32 is set if token v may
         follow drafts[:i]. A draft of -1 means that there is no draft.
 
-        No bit of a row is set if no token of the model fits, or if llguidance's limits are used up.
-        After a draft that is illegal or ends the output, rows are never used, and all their bits
-        are set.
+        A row has no bit set if no token of the model fits, or if llguidance's limits are used up.
+        Rows after a draft that is illegal or ends the output are never used, and have all bits set.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:

@@ -121,7 +121,7 @@ class OpenRound:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Record the end of a round, or of chunks, that gave a sequence at most `max_tokens` tokens."""
+    """Record that a round or chunks, with at most `max_tokens` tokens per sequence, have ended."""
     for sequence in sequences:  # a method's calls would take longer
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

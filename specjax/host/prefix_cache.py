@@ -37,7 +37,7 @@ class Prefix(NamedTuple):
 
 
 def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
-    """Append to `keys` the keys of the full pages of `tokens` that have no key yet.
+    """Append to `keys` a key for each full page of `tokens` that has no key yet.
 
     A page has a key only once the token after the page is known. Different values of `salt` give
     different keys.
@@ -52,9 +52,9 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, for recurrent models, only a prefix that ends at a snapshot of the states can
-    be reused. With `windows`, for layers with a sliding window, the pages of these layers that hold
-    the last window of the prefix must be cached, too.
+    For recurrent models (`snapshots`), only a prefix that ends at a snapshot of the states can be
+    reused. With sliding-window layers (`windows`), their pages of the prefix's last window must be
+    cached, too.
     """
 
     def __init__(

@@ -100,7 +100,7 @@ class Request:
 
     @cached_property
     def group(self) -> Hashable:
-        """A key that is equal for requests with similar acceptance rates."""
+        """The rounded temperature. Requests of equal `group` share learned acceptance rates."""
         return round(self.params.temperature, 1)
 
     @cached_property

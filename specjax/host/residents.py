@@ -82,8 +82,8 @@ class Residents:
         none). If too few pages are free, return None instead of this pair.
 
         Args:
-            chunk_width: in exact mode, chunks end after multiples of this number of tokens, so
-                snapshots are taken only there.
+            chunk_width: with the option `exact`, chunks end after multiples of this number of
+                tokens, so snapshots are taken only there.
             first_chunk: maximum number of tokens of the first chunk. Enough window pages for these
                 tokens must be free. They are not allocated here, but later by `grow`.
         """
@@ -200,8 +200,8 @@ class Residents:
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
         """Free pages that no step in flight can need, and cache full pages of the output.
 
-        Pages of the output are cached only with prefix caching, and not for recurrent models. In
-        exact mode, or while the sequence is being prefilled, do nothing.
+        Pages of the output are cached only with prefix caching, and not for recurrent models. With
+        the option `exact`, or while the sequence is being prefilled, do nothing.
         """
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
@@ -246,8 +246,8 @@ class Residents:
         """Return the numbers of leading pages after which to take a snapshot of recurrent states.
 
         These are the branch points after the cached prefix, which has `num_found` pages. A chunk
-        must end at each of them. In exact mode, chunks end only after multiples of `chunk_width`
-        tokens, so all other points are left out.
+        must end at each of them. With the option `exact`, chunks end only after multiples of
+        `chunk_width` tokens, so all other points are left out.
         """
         if not self._takes_snapshots:
             return []

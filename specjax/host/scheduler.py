@@ -3,8 +3,8 @@
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
 decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
 and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
-before it has the results of step N. It then knows only that a round gives a sequence at least one
-token, and at most one token more than the sequence has drafts.
+before it has the results of step N. It then knows only that a round with n drafts gives a sequence
+1 to n + 1 tokens.
 """
 
 import heapq
@@ -194,10 +194,12 @@ class Scheduler:
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
         remaining: list[int] = []  # tokens left to prefill, by sequence
+        last_steps: set[int] = set()
         for sequence in self.residents.running:
             # Attributes instead of properties: these loops take most of the host's time.
             residency = sequence.residency
             assert residency is not None
+            last_steps.add(residency.last_step)
             if num_left := residency.num_to_prefill - residency.num_computed:
                 prefilling.append(sequence)
                 remaining.append(num_left)
@@ -215,8 +217,10 @@ class Scheduler:
         # The sequences that draft; and those that do not, if the round is split.
         drafting, others = OpenRound(k, min(wanted_k, k)), OpenRound(0, 0)
         resting = set(ready).difference(ready[i] for i in split.drafting) if split else ()
-        # Residents are in order of rank, and sorting is stable.
-        for sequence in sorted(ready + prefilling, key=_turn):
+        turns = ready  # usually all sequences ran in the same step; residents are in order of rank
+        if prefilling or len(last_steps) > 1:
+            turns = sorted(ready + prefilling, key=_turn)  # stable
+        for sequence in turns:
             residency = sequence.residency
             if residency is None:  # preempted by a sequence before it
                 continue
@@ -352,7 +356,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages. Queue a request's other samples once its first is prefilled."""
+        """Cache the chunks' pages. Queue a request's other samples when the first is prefilled."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence

@@ -1,7 +1,7 @@
 """Manages the pages of sliding-window layers. Pages behind the window are freed.
 
-Layers with the same window have separate pages and a separate page table, which is indexed like the
-page table of layers without a window. The entry of a freed page is -1.
+Layers with the same window have separate pages and a separate page table. This table is indexed
+like the page table of layers without a window. The entry of a freed page is -1.
 """
 
 from collections.abc import Collection, Hashable
@@ -15,8 +15,8 @@ from specjax.host.pages import PageAllocator
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
-    This is the maximum number in use, plus the pages of one more window per request if prefixes are
-    cached. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
+    This is the maximum number in use. With prefix caching, the pages of one more window per request
+    are added. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:

@@ -45,6 +45,8 @@ from specjax.inspect.resources import Resources, find_ptxas, read_resources
 
 PLUGINS = "xla_cuda13", "xla_cuda12"
 THUNK = re.compile(r"( *)(?:\d+: (k\w+) +\[[^\]]*\] *(\S*)|(\w+):$)")
+# The code of a Pallas kernel, in the attributes of its call.
+CODE = re.compile(r'\b(ir|module) = "[^"]*"')
 AFTER_LAYERS = 1_000_000  # layer number of kernels after the last layer
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +67,7 @@ class Compiled:
     """A compiled function."""
 
     device_kind: str  # the name of the GPU that kernels see
-    hlo: str  # text of the optimized module
+    hlo: str  # text of the optimized module, without the code of Pallas kernels
     thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
     seconds: Mapping[str, float]  # durations: trace, compile
@@ -146,6 +148,7 @@ def compile_functions(
         for request, one in zip(requests, made, strict=True):
             arguments = {"file": file, "requests": [request], "resources": resources}
             kept.used += [(arguments, one)] * one["is_kept"]
+            kept.num_compiled += not one["is_kept"]
     return made
 
 
@@ -218,7 +221,7 @@ def compile_for(
                 return Compiled.of({**found, "is_kept": True})
             compiled = lowered.compile(compiler_options=dict(options))
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    hlo = compiled.as_text()
+    hlo = CODE.sub(r'\1 = ""', compiled.as_text())
     name = re.match(r"HloModule ([\w.\-]+)", hlo)[1]  # pyright: ignore
     new = sorted(set(dump.iterdir()) - before)
     dumped = [file for file in new if f".{name}." in file.name]
@@ -273,9 +276,9 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 
 
 def _thunk_sequence(dumped: list[Path]) -> str:
-    """Return the text of the final thunk sequence.
+    """Return the text of the final thunk sequence (XLA's plan of launches).
 
-    XLA dumps a second sequence only if its thunk passes change the first sequence.
+    XLA's thunk passes may change the first sequence. Only then does XLA dump a second one.
     """
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:
@@ -291,8 +294,8 @@ def report(
 ) -> dict[str, Any]:
     """Return a description of a compiled function, as JSON-compatible types.
 
-    "num_passes" has two counts: for runs in which every conditional takes branch 0, and for runs in
-    which every conditional takes branch 1.
+    "num_passes" has two counts of passes (see hlo.py): for runs in which every conditional takes
+    branch 0, and for runs in which every conditional takes branch 1.
 
     Args:
         over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".

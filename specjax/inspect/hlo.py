@@ -109,7 +109,7 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
 
 
 def num_passes(passes: list[Pass], branch: int = 0) -> int:
-    """Return the number of passes of a run in which every conditional takes this branch."""
+    """Return the number of `passes` in a run in which every conditional takes this branch."""
     return sum(p.times for p in passes if all(taken == branch for _, taken in p.branches))
 
 
@@ -122,11 +122,11 @@ def launches(
     """Return every kernel of a module with its traffic, in launch order.
 
     A kernel that reads a parameter of a layer, or the result of a layer's kernel, belongs to this
-    layer. If there are several such layers, the kernel belongs to the one with the highest index.
+    layer. If there are several such layers, the kernel belongs to the last of them.
 
     Args:
-        load_of: a function that takes a scope, and returns the context that the scope's Pallas
-            kernels read.
+        load_of: a function that takes a JAX name scope, and returns the sizes that determine how
+            many bytes the scope's Pallas kernels read and write.
         layer_of: a function that takes JAX's name of a module parameter, and returns the layer that
             the parameter belongs to, or None.
         is_inside: a function that takes a scope, and returns whether the scope's operations belong

@@ -107,7 +107,7 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
     """Return how many steps without drafts may share one run of `observe_step`'s program.
 
-    Return 0 if every step updates the drafter's cache itself. Steps with drafts (k > 0) do so.
+    Return 0 if every step updates the drafter's cache itself, as steps with drafts (k > 0) do.
     """
     return 0 if k else _static(parts, config).model.max_deferred(batch)
 
@@ -147,6 +147,7 @@ def open_parts(
     """
     devices = {"num_devices": num_devices, "divides_experts": divides_experts}
     source = open_model(model, takes_configs=True, quantization=quantization, **devices)
+    source = replace(source, dtype=dtype)  # also of the rows of quantised embeddings
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     config = None if speculation is None else SpeculativeConfig.of(speculation)

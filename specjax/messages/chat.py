@@ -199,13 +199,13 @@ class ChatOptions:
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
-        """Return the items of a mapping that are options, as `ChatOptions`, and all other items."""
+        """Divide `given` into `ChatOptions`, made from the items that are options, and the rest."""
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest
 
     def variables(self, given: Any) -> Any:
-        """Add `reasoning_effort` to the variables `given` for a chat template; return the result.
+        """Return a chat template's variables, `given`, with `reasoning_effort` added.
 
         Without an effort, the variables are returned unchanged.
 

@@ -60,7 +60,7 @@ def read_json(
 
 
 def _pieces(text: str, delims: Sequence[Sequence[str]]) -> Iterator[tuple[str, bool]]:
-    """Split a text at its delimited strings. Yield pairs (piece, whether it is such a string).
+    """Split a text at its delimited strings. Yield each piece, and whether it was delimited.
 
     Delimited strings are converted to JSON strings.
     """

@@ -1,9 +1,8 @@
 """The formats in which known models write tool calls and reasoning.
 
-A format has a `response_template`, by which responses are read, and a `CallForm`, from which
-grammars that force calls are made. A format is chosen if certain texts, its signs, occur in the
-model's chat template. To support another format, add one `ResponseFormat` and one entry in
-`FORMATS`.
+The `response_template` of a format says how to read responses. Its `CallForm` has the texts for
+grammars that force calls. A format is chosen if its signs, certain texts, occur in the model's chat
+template. To support another format, add one `ResponseFormat` and one entry in `FORMATS`.
 """
 
 from collections.abc import Mapping

@@ -24,10 +24,10 @@ class CallShape:
     """Says where a call's name and arguments are in the text that holds the call.
 
     This text is between an opening and a closing text, such as "<tool_call>" and "</tool_call>". It
-    is parsed to a value, such as a JSON object. `name` and `arguments` are paths of keys. The first
-    key is "content", which is the parsed value, or the name of a group of the pattern that matches
-    the opening text. Further keys lead into this value. If `is_list` is true, the parsed value is a
-    list of calls, and the first key may be a key of a call instead of "content".
+    is parsed to a value, such as a JSON object. `name` and `arguments` are paths: keys that lead to
+    the name and to the arguments. A path starts with "content", for the parsed value, or with the
+    name of a group in the pattern that matches the opening text. If `is_list` is true, the parsed
+    value is a list of calls, and a path starts with a key of a call instead of "content".
     """
 
     name: tuple[str, ...]
@@ -55,17 +55,17 @@ class CallShape:
 
     @property
     def is_named(self) -> bool:
-        """Whether the text that opens a call, like "<function=f>", contains the name."""
+        """Whether the opening text of a call, like "<function=f>", contains the name."""
         return not self.is_list and self.name[0] != "content"
 
     @property
     def is_direct(self) -> bool:
-        """Whether the text that opens a call has its name, and the parsed value its arguments."""
+        """Whether the opening text contains the name, and the parsed value is the arguments."""
         return self.is_named and self.arguments == _CONTENT
 
     @property
     def keys(self) -> tuple[str, str] | None:
-        """The keys of name and arguments, if each call is an object with both keys; else None."""
+        """The keys of the name and of the arguments, if each call is an object; else None."""
         own = () if self.is_list else _CONTENT
         paths = self.name, self.arguments
         if any(len(path) != len(own) + 1 or path[: len(own)] != own for path in paths):
@@ -108,10 +108,10 @@ def _get(scope: Any, path: tuple[str, ...]) -> Any:
 
 
 def _whole(shape: CallShape, read: Read, *, is_typed: bool) -> MakeReader:
-    """Return a function that makes readers, which parse the text of calls once it is complete.
+    """Return a function that makes a reader of calls. The reader waits for the whole text.
 
-    `read` parses the text to a value. If not `is_typed`, the values of arguments are
-    texts, which are then cast to the types in the functions' schemas.
+    `read` parses the text to a value. If `is_typed` is false, arguments are texts, which the reader
+    casts to the types in the functions' schemas.
     """
 
     def make(calls: Calls, groups: Mapping[str, str], schemas: Schemas) -> CallReader:

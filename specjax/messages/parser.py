@@ -22,8 +22,8 @@ class ResponseParser:
         template: how responses are written.
         prompt: the rendered prompt. If it ends with the beginning of a response, like "<think>",
             this beginning determines the part in which the generated text starts. Text of the
-            prompt is not added to the message, except a tool call that the prompt begins and does
-            not end.
+            prompt is not added to the message, except the beginning of a tool call that the output
+            continues.
         schemas: the JSON schema of each argument, by function and argument. They are used in
             formats that write all values as plain text.
         max_calls: the maximum number of tool calls; None for no limit.
@@ -123,10 +123,9 @@ class ResponseParser:
     def _find(self, *, is_whole: bool) -> tuple[Found | None, Field | None, int]:
         """Find the next anchor: a text that opens a part of the message or closes the current part.
 
-        Return (occurrence, field, end). `occurrence` is the place of the anchor. `field` describes
-        the part that the anchor opens, or is None if the anchor closes the current part. `end` is
-        the index of the first anchor that is still incomplete, or the text's length. If no complete
-        anchor begins before `end`, `occurrence` and `field` are None.
+        Return (occurrence, field, end). `occurrence` is where the anchor is, or None if no complete
+        anchor was found. `field` describes the part that the anchor opens; None if it opens no
+        part. Text before `end` can be read now. An incomplete anchor may begin at `end`.
         """
         opened = [] if self._field is not self._rest else self._fields
         anchors = [(field.open, field) for field in opened if field.open is not None]

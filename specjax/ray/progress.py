@@ -8,7 +8,7 @@ from specjax.sampling_params import RequestOutputKind, SamplingParams
 
 
 class Progress:
-    """The output of a request so far, joined from workers' outputs, which have only new tokens.
+    """The output of a request so far. It joins workers' outputs, which have only new tokens.
 
     If the worker of a request dies, another worker runs the request. A request with one sample and
     without prompt log-probabilities continues after its last token. Other requests start again, and

@@ -44,8 +44,8 @@ class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
     If something other than this object has replaced the engine's drafter, `refit` and `save`
-    continue from the new drafter. They then use its weights, a new optimiser state, and the same
-    step number.
+    continue from the new drafter. They start with the new drafter's weights and a new optimiser
+    state, and steps are still counted from the first refit.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -57,8 +57,7 @@ class OnlineDistiller:
             the prompt first, and the end of the answer next.
         num_unrolled: the number of consecutive drafts that are trained together. It is always one
             for EAGLE-1, and one per head for Medusa.
-        memory: the number of recent rollouts that are kept, so that later refits train on them,
-            too.
+        memory: the number of recent rollouts to keep. Later refits train on them, too.
         seed: the seed of the order of rollouts and of random numbers in the loss.
 
     Raises:
@@ -228,7 +227,7 @@ class OnlineDistiller:
     def _take_over(self) -> None:
         """Continue from the engine's drafter if something else has replaced it since the last call.
 
-        Training of the new drafter starts with a new optimiser state, and step numbers continue.
+        The new drafter is trained with a new optimiser state. The count of steps continues.
         """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
@@ -239,8 +238,8 @@ class OnlineDistiller:
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
         """Yield each document's features (hidden states), computed by the current target.
 
-        Features are computed in batches. Documents may be much longer than `length`, so the
-        features of all documents at once could take many times the memory of the training data.
+        Features are computed in batches, because the features of all documents at once could take
+        too much memory: documents may be much longer than `length`.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [
@@ -282,7 +281,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays of the newest checkpoint, in a tree like `own`, and its JSON items.
+    """Return the newest checkpoint's arrays, in a tree like `own`, and its JSON items.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.

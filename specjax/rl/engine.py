@@ -155,9 +155,9 @@ class RolloutEngine:
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
             history: earlier rollouts of the prompts, used as drafts. New rollouts are added to it.
-            reuse_noise: the fraction of each prompt's samples that reuse seeds of earlier weights'
-                rollouts in `history`. These rollouts are their drafts. Seeds in the parameters have
-                no effect on these samples. See the caveat in docs/rl.md.
+            reuse_noise: the fraction of each prompt's samples that take seed and drafts from a
+                rollout in `history` that earlier weights generated. Seeds in the parameters have no
+                effect on these samples. See the caveat in docs/rl.md.
 
         Raises:
             ValueError: a prompt, parameter or history is not supported; raised before generation.

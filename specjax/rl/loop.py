@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class Loop:
-    """A loop that runs an engine's rollouts and scores, and that can be stopped.
+    """A loop that generates and scores rollouts on an engine, and that can be stopped.
 
     Attributes:
         turns: the engine's lock. A method's docstring says if its caller must hold the lock.
@@ -61,8 +61,8 @@ class Loop:
     ) -> Iterator[tuple[Running, Rollout]]:
         """Queue requests, and yield each rollout when it finishes.
 
-        `label` identifies the call for `abort`. Each rollout is added to `history` when it
-        finishes, so that unfinished rollouts can be drafted from it.
+        `label` identifies the call for `abort`. A finished rollout is added to `history`, so that
+        other rollouts can be drafted from it.
 
         Raises:
             RolloutError: the device failed, or the engine can run no more steps. The error is
@@ -125,7 +125,7 @@ class Loop:
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Read the results of all steps in flight, so that weights can change.
+        """Prepare for new weights: handle unfinished rollouts, and read all steps in flight.
 
         The caller must hold the lock `turns`.
 

@@ -45,8 +45,8 @@ class Quantising:
 
     Attributes:
         plain: the plain weight, with an `Origin` instead of its array.
-        form: the quantised weight, with shapes instead of its arrays. Only its i32 arrays, such as
-            the order of inputs, are kept: an update does not change them.
+        form: the quantised weight, with shapes instead of arrays. It still has its i32 arrays, such
+            as the order of inputs, because an update does not change them.
     """
 
     name: str  # the weight's path in the engine's tree
@@ -58,7 +58,7 @@ class Quantising:
 
     @property
     def sources(self) -> list[Origin | None]:
-        """The `Origin` of each array of the quantised weight; None for arrays to keep."""
+        """For each array, the `Origin` that builds the new array; None if it does not change."""
         leaves = jax.tree.leaves(self.form)
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
 
@@ -83,7 +83,7 @@ class Quantising:
 
 @dataclass(eq=False, frozen=True)
 class QuantisedArray:
-    """The `Origin` of one array of a quantised weight."""
+    """Builds one array of a quantised weight; see `Origin`."""
 
     weight: Quantising
     number: int
@@ -125,9 +125,10 @@ def plain_shapes(current: Any) -> Any:
 
 
 def quantising(sources: Any, current: Any) -> list[Origin | None]:
-    """Return the `Origin` of each array of the engine's tree `current`; None for arrays to keep.
+    """Return an `Origin`, which builds the new array, for each array of the tree `current`.
 
-    `sources` is a tree like the result of `plain_shapes`, with an `Origin` for each array.
+    Arrays that do not change have None. `current` has the engine's weights. `sources` is a tree
+    like the result of `plain_shapes`, with an `Origin` for each array.
     """
     given = jax.tree.leaves(sources, is_leaf=is_weight)
     found = jax.tree_util.tree_leaves_with_path(current, is_leaf=is_weight)
@@ -138,10 +139,10 @@ def quantising(sources: Any, current: Any) -> list[Origin | None]:
 
 
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
-    """Return the `Origin` of each array of a quantised weight; None for arrays to keep.
+    """Return an `Origin`, which builds the new array, for each array of a quantised weight.
 
-    `old` is the engine's weight, `name` is the path of the weight, and `plain` is the new plain
-    weight, with an `Origin` instead of its array.
+    Arrays that do not change have None. `old` is the engine's weight, `name` is the path of the
+    weight, and `plain` is the new plain weight, with an `Origin` instead of its array.
     """
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
@@ -171,10 +172,11 @@ def all_sources(
     target: Sequence[Origin | None] | None,
     own: Sequence[Origin | None] | None,
 ) -> list[Origin | None]:
-    """Return the `Origin` of each array of an engine's `params`; None for arrays to keep.
+    """Return an `Origin`, which builds the new array, for each array of an engine's `params`.
 
-    `target` and `own` are as for `replace_weights`. If the drafter has a quantised copy of the
-    output head (`Params.head`), a new head also replaces the copy.
+    Arrays that do not change have None. `target` and `own` are as for `replace_weights`. If the
+    drafter has a quantised copy of the output head (`Params.head`), a new head also replaces the
+    copy.
     """
 
     def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:

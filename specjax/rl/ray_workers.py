@@ -30,9 +30,9 @@ _USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see w
 class RayRollouts:
     """A set of `RolloutEngine`s, one per worker, that is used like a single engine.
 
-    It is not thread-safe. Outputs equal the outputs of a single engine with the same options: they
-    depend neither on the number of workers, nor on which worker runs a prompt, nor on workers that
-    die.
+    It is not thread-safe. Outputs equal the outputs of a single engine with the same options: the
+    number of workers, the assignment of prompts to workers, and workers that die make no
+    difference.
 
     Args:
         model: a folder or hub id that every worker can load.

@@ -108,8 +108,7 @@ class PaddedRollouts(NamedTuple):
 class JoinedRollouts(NamedTuple):
     """N rows of L = P + T tokens; each row is a prompt followed by its output.
 
-    In all fields but `tokens`, column t belongs to token t + 1, as in the logits that a model
-    computes for `tokens[:, :-1]`.
+    In all fields but `tokens`, column t belongs to token t + 1, as in a causal model's logits.
     """
 
     tokens: np.ndarray  # i32[N, L], padded on the right

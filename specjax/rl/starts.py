@@ -41,7 +41,7 @@ class StartMaker:
         """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether to count the prompts, so that later prompts get other seeds. False if
+            counts: whether to count the prompts, which changes the seeds of later prompts. False if
                 the prompts are only checked.
 
         Raises:

@@ -49,9 +49,8 @@ class TunixRollout:
     without recompilation.
 
     Every call samples with a new seed, because Tunix's micro batches may split the samples of a
-    prompt over calls. The seed is derived from the config's seed, or from the engine's seed if the
-    config has none, and from the number of calls since construction. So the same sequence of calls
-    gives the same samples.
+    prompt over calls. The seed is derived from the config's seed (by default the engine's seed) and
+    from the number of earlier calls. So the same sequence of calls gives the same samples.
 
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.

@@ -1,6 +1,6 @@
 """Rules by which `hf_named` renames the parameters of Tunix's models.
 
-Tunix stores projections as [D, heads, size] and [heads, size, D], where D is the hidden size, and
+Tunix stores projections as [D, heads, size] and [heads, size, D] (D is the hidden size), and other
 kernels as [in, out].
 """
 

@@ -286,7 +286,7 @@ def stage(
 
 @cache
 def _say_kept(names: tuple[str, ...], name: str) -> None:
-    """Log, once, that buffers keep their values."""
+    """Log, once, that the buffers `names` were not given and keep their values."""
     get_log(verbose=True).info(
         "the %s come without %s; they are buffers and keep their values (torch: named_parameters() "
         "leaves buffers out, state_dict() has them)",

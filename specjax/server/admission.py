@@ -43,8 +43,8 @@ class Admission:
     def check(self, num_samples: int) -> None:
         """Refuse a request of `num_samples` samples if the total would exceed the limit.
 
-        All requests are refused while `closed` has reasons. Otherwise, a request is accepted if no
-        other request is being answered, even if its samples alone exceed the limit.
+        All requests are refused while `closed` has reasons. Otherwise, an idle server accepts any
+        request, even if its samples alone exceed the limit.
 
         Raises:
             APIError: the request is refused.

@@ -1,7 +1,7 @@
 """A connection of uvicorn, with limits on request headers and on clients that read nothing.
 
-uvicorn itself has none: a client could fill the memory with one endless header, or hold connections
-without ever sending a request or reading an answer.
+Without these limits, a client could fill uvicorn's memory with one endless header, or hold
+connections without ever sending a request or reading an answer.
 """
 
 import asyncio

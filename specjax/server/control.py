@@ -44,7 +44,7 @@ class Gathering:
     arrays: dict[str, Any] = field(default_factory=dict)
 
     def add(self, part: dict[str, Any], limit: int) -> None:
-        """Add a part.
+        """Add a part of the new weights.
 
         Raises:
             ValueError: the update already has an array of this part, or would have more than

@@ -65,8 +65,8 @@ def read_params(
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
     """Return the error to send to the client for a refused value. `error` tells why it was refused.
 
-    The first word of `error` is usually a field of `SamplingParams`. The result calls this field by
-    its name in the request, which is also the result's `param`. If the request has no such field,
+    `error` usually begins with the name of a field of `SamplingParams`. The result has the name of
+    this field in the request instead, also as its `param`. If the request has no such field,
     `param` is `other`.
     """
     message = str(error)

@@ -187,7 +187,7 @@ async def _start_drafter(service: Service, control: Control, request: Request) -
 
 
 async def _update(service: Service, control: Control, request: Request) -> Any:
-    """Add weights to the update that has started. If none has, replace the target's weights."""
+    """Add weights to the update that has started, or else replace the target's weights now."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     weights: Any
     if content_type in JSON_TYPES:

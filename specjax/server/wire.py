@@ -154,13 +154,13 @@ class DetokenizeReply(Struct):
 
 
 class CachedTokens(Struct):
-    """Details of `Usage`."""
+    """The number of prompt tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(Struct):
-    """Numbers of tokens of a request. `cached_tokens` were in the prefix cache."""
+    """The numbers of tokens of a request's prompts and outputs."""
 
     prompt_tokens: int
     total_tokens: int

@@ -1,4 +1,4 @@
-"""Lets the processes of an LLM meet, and refuses processes that differ.
+"""Connects the processes of an LLM, and refuses processes with other options, versions or files.
 
 Process 0 has the options, and sends them to the other processes. A caller may also set options in
 another process. They must have the values of process 0, except paths and options like `verbose`,
@@ -87,8 +87,8 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check that all processes have equal versions and options, and return this process's options.
 
-    Options that this process does not set, it takes from process 0. Options such as paths may have
-    other values than in process 0.
+    This process takes the options that it does not set from process 0. Options such as paths may
+    differ between processes.
     """
     agree(
         hosts,
@@ -131,9 +131,9 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def agree(hosts: Hosts, values: Mapping[str, Any], remedy: str) -> None:
-    """Check that all processes have equal values.
+    """Check that all processes have equal `values` under the same names.
 
-    `values` maps names to values. `remedy` becomes part of the error message.
+    `remedy` becomes part of the error message.
 
     Raises:
         ValueError: a process has another value than process 0. The message names the two values.

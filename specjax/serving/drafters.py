@@ -49,8 +49,8 @@ def parse_drafter(
         option: the option's name in errors.
         method: the method, if another option sets it; None to find it.
         target: the model that the drafter drafts for.
-        takes_shapes: whether a method may be named without a checkpoint if its shapes follow from
-            the target's. The drafter then has no weights.
+        takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, a
+            method whose shapes follow from the target's shapes needs no checkpoint.
 
     Raises:
         ValueError: the text is malformed, or names another method than `method`.

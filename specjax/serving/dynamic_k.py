@@ -27,9 +27,9 @@ _LARGEST_LEAF = 2**16
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Return the config with num_speculative_tokens set, and the profile that the config names.
+    """Return the config, and the profile that the config names (None if it names none).
 
-    If the config names no profile, return it unchanged, and None instead of a profile.
+    If the config lacks num_speculative_tokens, it gets the profile's maximum K.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.

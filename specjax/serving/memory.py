@@ -48,8 +48,8 @@ class CacheBytes(NamedTuple):
         """Return the config with pages for every request at full length, or with as many as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
-        Layers with a window get the number of pages that `window_pages` returns. But their number
-        is at most the number of pages that would fit if all layers had the same number.
+        Layers with a window get as many pages as `window_pages` returns, but at most as many as
+        would fit if all layers had equally many.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -277,9 +277,9 @@ class EngineNeeds(NamedTuple):
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
-    The device's default is halved until the recurrent states, plus a quarter of their size for
-    snapshots, take at most half of the memory that is free after loading `weights` bytes. If the
-    free memory is unknown, the device's default is returned.
+    The device's default is halved until the recurrent states and their snapshots (a quarter of
+    their size) take at most half of the memory that the weights (`weights` bytes) leave free. If
+    the free memory is unknown, the device's default is returned.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot

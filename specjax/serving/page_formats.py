@@ -19,10 +19,10 @@ WINDOWS = "sliding_window"
 
 
 class ChosenPages(NamedTuple):
-    """The result of `choose_pages`: a model with settings for pages, and formats of pages.
+    """The result of `choose_pages`: the page formats of target and drafter, and the model.
 
-    `target` and `drafter` are the formats of the target's and the drafter's pages. A format is None
-    if pages have the model's dtype.
+    The model in the result has settings for pages. A format is None if pages have the model's
+    dtype.
     """
 
     source: ModelSource
@@ -38,10 +38,10 @@ def choose_pages(
     log: Log,
     kernels: str = "auto",
 ) -> ChosenPages:
-    """Return what the options `kv_cache_dtype` and `kv_cache_dtype_skip_layers` mean.
+    """Return the page formats for `kv_cache_dtype` and `kv_cache_dtype_skip_layers`.
 
-    The model in the result knows which layers to skip. If the format has one scale per layer, the
-    model also has the scales that are stored in the checkpoint.
+    The result also has the model, which now knows the layers whose pages are not in 8 bits. If the
+    format has one scale per layer, the model gets the checkpoint's scales.
 
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.

@@ -9,7 +9,7 @@ from specjax.vllm_names import METHODS, PAGE
 
 
 class Refusing:
-    """Base class of LLMs. A method that only vLLM has raises an error with an explanation."""
+    """Base class of LLMs. The error for a method that only vLLM has explains why it is missing."""
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

@@ -101,7 +101,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Outputs:
-    """A request and its samples, as its user sees them."""
+    """A request and its samples, in the form that users see."""
 
     request: Request
     completions: SequenceOf[Completion]
@@ -175,9 +175,9 @@ def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
 
 
 class Shown:
-    """Reduces a growing output to what its user gets next, according to `output_kind`.
+    """Selects what the user of a growing output gets next: all of it, or only the new tokens.
 
-    `before` is the part of the first sample that the user already has, if any.
+    `kind` decides this. `before` is the output of the first sample that the user already has.
     """
 
     def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
@@ -185,12 +185,12 @@ class Shown:
         self._before = {} if before is None else {before.index: before}
 
     def is_due(self, outputs: Outputs) -> bool:
-        """Return whether a request has something to return now."""
+        """Return whether to return `outputs`, or a part of them, to the user now."""
         is_last = outputs.is_finished or self._kind is not RequestOutputKind.FINAL_ONLY
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """Return what the user gets now, or None for nothing.
+        """Return the part of `output` that the user gets now; None if the user gets nothing.
 
         `output` is the whole output so far.
         """
@@ -223,7 +223,7 @@ class Shown:
 
 
 def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
-    """Return the samples of all requests, in order."""
+    """Return the samples of the requests `started`, in the order of the requests."""
     return [completion.sequence for one in started for completion in one.completions]
 
 
@@ -238,7 +238,7 @@ class Growing:
 
     @property
     def is_due(self) -> bool:
-        """Whether any request has something to return now."""
+        """Whether any request has outputs to return to the user now."""
         return any(shown.is_due(one) for one, shown in self._left)
 
     def take(self) -> list[RequestOutput]:

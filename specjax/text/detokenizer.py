@@ -22,7 +22,7 @@ class StopStrings:
 
     The text of an output is what its tokens add to the text of the prompt. `context` holds the last
     tokens of the prompt (see `prompt_context`). Bytes that are not UTF-8 become U+FFFD. If several
-    tokens spell a character, it is added with the last of them. A byte-level tokenizer also decodes
+    tokens spell a character, the last token adds the character. A byte-level tokenizer also decodes
     an incomplete character to U+FFFD. Such a U+FFFD is added only when another token follows.
 
     Stop texts are ignored until the output has `min_tokens` tokens. From then on, a token ends the

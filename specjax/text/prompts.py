@@ -259,7 +259,7 @@ class RequestMaker:
         *,
         exports_features: bool,
     ) -> Request:
-        """Return a request that scores an output under `params` and generates no token.
+        """Return a request that computes log-probabilities of `output`, and generates no token.
 
         Raises:
             ValueError: the prompt, the output or a parameter cannot be served.

@@ -30,7 +30,7 @@ class OutputStream:
 
     @property
     def is_due(self) -> bool:
-        """Whether the request has something to return now. Used on the engine's thread."""
+        """Whether the request has outputs to return now. Used on the engine's thread."""
         return self.outputs is not None and self._shown.is_due(self.outputs)
 
     async def read(self) -> AsyncGenerator[RequestOutput, None]:
@@ -79,7 +79,7 @@ class Generation:
         return self._last().__await__()
 
     async def aclose(self) -> None:
-        """Abort the request, if reading its outputs has begun and it has not finished."""
+        """Abort the request, if it has started but not finished."""
         await self._outputs.aclose()
 
     async def _last(self) -> RequestOutput:

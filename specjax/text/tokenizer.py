@@ -37,9 +37,9 @@ class ChatTokenizer(TokenizerNames):
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """Return the token ids of a text. Other threads can run meanwhile, even if it is long.
+        """Return the token ids of a text. While a long text is encoded, other threads can run.
 
-        With `add_special_tokens`, these include the special tokens that the model expects in a
+        With `add_special_tokens`, the ids include the special tokens that the model expects in a
         prompt.
 
         Raises:
@@ -154,8 +154,8 @@ class ChatTokenizer(TokenizerNames):
             add_generation_prompt: whether to end with the beginning of the assistant's turn.
             continue_final_message: whether to end with the content of the last message, which the
                 model then continues.
-            tools: functions that the model may call, as JSON schemas. If tools are given, the
-                default template is the template tool_use, if the checkpoint has it.
+            tools: functions that the model may call, as JSON schemas. With tools, the default
+                template is tool_use, if the checkpoint has a template with this name.
             chat_template: a template in Jinja, or the name of a template in the checkpoint.
             max_seconds: the maximum time to render the text.
             variables: further variables of the template, like enable_thinking.

@@ -110,7 +110,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The first draft is predicted in the row before the block's start, other drafts in mask rows.
+    The row before a block predicts the first draft, and the block's mask rows predict the others.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

@@ -87,7 +87,7 @@ def unrolled_loss(
     num_unrolled: int,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return a loss for a head that drafts several tokens, each from its own previous output.
+    """Return a loss for a head that drafts several tokens, each from the head's previous output.
 
     In training, the head makes its drafts in the same way as in serving ("training-time test", Li
     et al. 2025, section 3.2). The loss is the cross-entropy between the target's and the head's

@@ -191,7 +191,7 @@ def saved(history, tmp_path):
 def test_saving_and_loading(engine, tmp_path):
     history = RolloutHistory()
     generate(engine, history)
-    content = saved(history, tmp_path)
+    saved(history, tmp_path)
     state = history.state()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
@@ -200,12 +200,37 @@ def test_saving_and_loading(engine, tmp_path):
     for other in RolloutHistory.load(tmp_path / "history"), RolloutHistory.of(restored):
         assert all(np.array_equal(x, state[name]) for name, x in other.state().items())
         generate(engine, other)
-    (tmp_path / "cut").write_bytes(content[:-30])  # of 4 bytes a token
-    with pytest.warns(UserWarning, match="cut short: 8 of its 9 rollouts are whole"):
-        assert len(RolloutHistory.load(tmp_path / "cut")) == 8
-    (tmp_path / "cut").write_bytes(content[:200])
-    with pytest.raises(ValueError, match="has no whole rollout"):
-        RolloutHistory.load(tmp_path / "cut")
+
+
+def test_a_file_that_ends_anywhere(engine, tmp_path):
+    """What is whole is used, and anything else is reported, never by another kind of error."""
+    history, path = RolloutHistory(), tmp_path / "cut"
+    generate(engine, history, PROMPTS[2:], n=2, max_tokens=3)
+    assert len(history.state()["tokens"]) == 2 * (len(PROMPTS[2]) + 3)
+    content = saved(history, tmp_path)
+    for end in [*range(0, len(content) - 70, 11), *range(len(content) - 70, len(content))]:
+        path.write_bytes(content[:end])
+        if end < len(content) - 4 * (len(PROMPTS[2]) + 3):
+            with pytest.raises(ValueError, match="has no whole rollout"):
+                RolloutHistory.load(path)
+        else:
+            with pytest.warns(UserWarning, match="cut short: 1 of its 2 rollouts are whole"):
+                assert len(RolloutHistory.load(path)) == 1
+    for place in range(10, 60, 7):  # a header that is no Python
+        path.write_bytes(content[:place] + b"(" + content[place + 1 :])
+        with pytest.raises(ValueError, match="has no whole rollout|not the state of"):
+            RolloutHistory.load(path)
+
+
+def test_long_prompts_and_aborted_rollouts_take_no_memory(engine):
+    history = RolloutHistory()
+    prompt = random_prompts(50, vocab_size=VOCAB)[0]
+    for length in range(30, 40):
+        prompts = [prompt[:length]]
+        generate(engine, history, prompts, n=1, max_tokens=2)
+        engine._begin([prompt[length - 20 : length]], SamplingParams(), history, 0.0)
+    assert len(history) == 10 and len(history._prompts) == 11
+    assert len(history.state()["tokens"]) == 10 * (24 + 2)
 
 
 def test_bad_input(engine, target, tmp_path):
@@ -215,12 +240,16 @@ def test_bad_input(engine, target, tmp_path):
     with pytest.raises(ValueError, match="not the state of a RolloutHistory"):
         RolloutHistory.of({"tokens": np.zeros(3)})
     history = RolloutHistory()
+    generate(engine, history)
+    state, many = history.state(), np.full(9, -1)
+    for bad in {"lengths": many}, {"tokens": state["tokens"] + VOCAB}, {"seeds": many * 0.5}:
+        with pytest.raises(ValueError, match=f"not the state of a RolloutHistory: .*{[*bad][0]}"):
+            RolloutHistory.of(state | bad)
     for bad in -0.1, 1.5, "half", True:
         with pytest.raises(ValueError, match=f"reuse_noise={bad!r} must be a fraction"):
             generate(engine, history, reuse_noise=bad)
     with pytest.raises(ValueError, match="reuse_noise=0.5 needs a history"):
         generate(engine, reuse_noise=0.5)
-    generate(engine, history)
     for name in "vocabulary", "model", "tokenizer":
         other = RolloutHistory.of(history.state())
         other._identity[name] = "another"

@@ -37,9 +37,10 @@ class Rings(NamedTuple):
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
     def fold(self, states, first, *, tokens, interpret):
-        """Return the states, updated with the pending tokens from position `first` on.
+        """Return the states, updated with the accepted tokens that they lack.
 
-        `tokens` is the number of tokens that are loaded at a time.
+        `first` is the position of the first of these tokens. `tokens` is the number of tokens that
+        are loaded at a time.
         """
         start = self.row.start
 

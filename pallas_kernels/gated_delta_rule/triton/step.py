@@ -1,10 +1,11 @@
-"""Runs a decode step of the gated delta rule: it folds pending tokens and then runs new tokens.
+"""Runs a decode step of the gated delta rule.
 
 A program owns some rows of one value head's state, which are independent of the other rows. It
-reads its rows once and folds the pending tokens into them. It writes the rows if there were pending
-tokens, and then runs the new tokens in registers. Another kernel has prepared the state-independent
-part (`inputs.py`). So programs are short and need few registers. Many programs share a
-multiprocessor, and some programs load while other programs compute.
+reads its rows once and updates them with the pending tokens (accepted tokens that the state lacks).
+It writes the rows if there were pending tokens, and then runs the new tokens in registers. Another
+kernel has prepared the state-independent part (`inputs.py`). So programs are short and need few
+registers. Many programs share a multiprocessor, and some programs load while other programs
+compute.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The data sets of `specjax bench`. A new data set needs an entry in `DATASETS`, maybe a class.
+"""The data sets of `specjax bench`. To add a data set, add an entry to `DATASETS`.
 
 This module imports nothing slow, so that --help is fast.
 """

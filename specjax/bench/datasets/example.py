@@ -64,9 +64,9 @@ class RowSource:
 
 
 class Dataset(Protocol):
-    """A kind of data set: a frozen dataclass whose fields are its own options.
+    """A kind of data set: a frozen dataclass whose fields are the options of this kind.
 
-    A field made by `option` becomes the flag `--NAME-FIELD`.
+    A field made by `option` becomes the flag `--NAME-FIELD`, where NAME is the data set's name.
     """
 
     def check(self) -> None:
@@ -100,7 +100,7 @@ class Row:
         return ValueError(f"{self.path}, {self.place}: {text}")
 
     def text(self, name: str) -> str:
-        """Return a text field. Raise a ValueError if it is missing, blank or no text."""
+        """Return a text field. Raise a ValueError if it is missing, blank or not a text."""
         value = self.fields.get(name)
         if not isinstance(value, str) or not value.strip():
             known = ", ".join(self.fields) or "none"

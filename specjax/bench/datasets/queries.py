@@ -78,7 +78,7 @@ class DatasetSettings:
 
     @property
     def chosen(self) -> Dataset:
-        """The data set, with `input_len` as its length of prompts if `input_len` is not None."""
+        """The data set; its prompts have the length `input_len` if that is not None."""
         given: Any = self.dataset
         return given if self.input_len is None else replace(given, input_len=self.input_len)
 

@@ -148,7 +148,7 @@ def _count(row: Row, name: str, least: int) -> int:
 def _tokens(
     one: _Request, ids: Sequence[int], blocks: dict[int, list[int]], random: Random
 ) -> list[int]:
-    """Return the random tokens of a request's prompt.
+    """Return random tokens as the prompt of `one`, a request of the trace.
 
     The prompt begins with the request's blocks. Blocks with the same id have the same tokens in all
     prompts. `blocks` maps the ids of earlier blocks to their tokens, and gets the new blocks.

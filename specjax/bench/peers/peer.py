@@ -1,4 +1,4 @@
-"""Compares a result with another engine on the same prompts."""
+"""Compares a result with the result of a peer, another engine, on the same prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ def as_peer(
     figures: Mapping[str, Any],
     outputs: dict[str, Any] | None,
 ) -> Peer:
-    """Return the comparison of a peer's `figures` with this engine's figures, `own`."""
+    """Return the comparison of another engine's `figures` with this engine's figures, `own`."""
     return Peer(
         name=name,
         version=version,
@@ -89,7 +89,7 @@ def as_peer(
 
 
 def describe_outputs(peer: Peer) -> str:
-    """Return a phrase that says how many outputs of a peer are equal to this engine's."""
+    """Return a phrase that says how many outputs of another engine equal this engine's."""
     found = peer.outputs
     if found is None:
         return "outputs not compared"

@@ -42,9 +42,9 @@ def cell_name(top: Mapping[str, Any]) -> str:
 
 
 def _notes(cells: Sequence[Saved]) -> list[str]:
-    """Return a line that names the cell with the most goodput, and the closing lines of all cells.
+    """Return a line that names the run with the most goodput, and the closing lines of all runs.
 
-    Lines that are the same in several cells occur once.
+    Each run is a cell: `bench serve` with one rate and one concurrency. Equal lines occur once.
     """
     lines: list[str] = []
     good = {cell_name(one.top): one.top["request_goodput"] or 0.0 for one in cells}

@@ -100,8 +100,7 @@ class Arrivals:
             None if all requests arrive at once, or if there are no requests. Otherwise the
             distribution, the p-value of a Kolmogorov-Smirnov test of the gaps, and the lateness. A
             p-value below about 0.001 means that the client could not send requests as planned. The
-            p-value is None if there are fewer than 8 gaps, if all gaps should be equal, or if there
-            is a trace.
+            p-value is None for a trace, for equal gaps, and for fewer than 8 gaps.
         """
         if not times or not (self.is_timed or self.trace is not None):
             return None

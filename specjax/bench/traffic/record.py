@@ -12,17 +12,17 @@ Rounds = tuple[tuple[int, int], ...]  # (drafts, accepted drafts) of each round 
 
 @dataclass(kw_only=True)
 class Record:
-    """A request and its answer so far. Times are seconds; points in time count from the start.
+    """A request and its answer so far. Points in time are seconds since the start of the run.
 
     Attributes:
-        output_len: tokens of the answer.
+        output_len: number of tokens of the answer.
         arrived: when the request was ready to be sent. It is sent at `sent`, which is later if
             --max-concurrency holds it back.
         late: seconds between the planned arrival and `arrived`.
-        ttft: from `sent` to the first chunk with tokens; None before that.
-        gaps: the times between one chunk with tokens and the next.
+        ttft: seconds from `sent` to the first chunk with tokens; None before this chunk.
+        gaps: the seconds between one chunk with tokens and the next.
         chunk_tokens: number of tokens of each chunk; empty if unknown.
-        latency: from `sent` to the end of the answer; None before that.
+        latency: seconds from `sent` to the end of the answer; None before the end.
         token_ids: token ids of the answer; empty if the server does not return them.
         prompt_ids: token ids of the prompt in the server; empty if the server does not return them.
         rounds: pairs (draft tokens, accepted draft tokens), one for each round with drafts; empty

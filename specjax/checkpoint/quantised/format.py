@@ -71,10 +71,10 @@ class Converted:
 
 
 def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Readable:
-    """Remove and return a tensor that the quantised matrix `of` needs.
+    """Remove the tensor `name` from `tensors`, and return it.
 
     Raises:
-        CheckpointError: there is no such tensor.
+        CheckpointError: there is no such tensor; the message says that the matrix `of` needs it.
     """
     if name not in tensors:
         raise CheckpointError(
@@ -87,7 +87,7 @@ def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Read
 def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any) -> None:
     """Raise a CheckpointError unless the tensor `found` has one of `shapes`.
 
-    The message names the tensor `name` and the matrix `of`.
+    The message has the tensor's name, `name`, and the name of the matrix that it stores, `of`.
     """
     if found.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -105,7 +105,7 @@ def check_axes(folder: Path, name: str, found: Readable, count: int = 2) -> None
 
 
 def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
-    """Return scales as they are stored. `name` is the name of the tensor of scales.
+    """Check scales, and return them as they are stored. `name` is the name of their tensor.
 
     Raises:
         CheckpointError: a scale is not a positive number. Zeros are allowed if `may_be_zero` is

@@ -1,4 +1,4 @@
-"""Plain matrices that are quantised when they are read.
+"""Unquantised matrices that are quantised when they are read.
 
 Each row of a matrix, or each group of inputs in a row, has a scale. `nearest` computes the scales,
 and rounds weights to numbers, as compressed-tensors does without calibration. The numbers and
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(eq=False)
 class Rounded:
-    """A plain matrix [..., O, I] that is rounded to numbers of the kind `bits` when it is read."""
+    """A matrix [..., O, I] of a file, rounded to numbers of the kind `bits` when it is read."""
 
     name: str
     source: Readable
@@ -112,7 +112,7 @@ class RoundedFiles(NamedTuple):
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text with the numbers of quantised and other matrices, and the worst error."""
+        """Return a text: how many matrices are quantised and how many not, and the worst error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"
@@ -128,8 +128,8 @@ def round_matrices(
 ) -> RoundedFiles:
     """Return `files` with the matrices `names` replaced by matrices that are quantised when read.
 
-    With groups, a matrix stays as it is if it has more than two axes, or if its number of inputs
-    is not a multiple of the group size.
+    A `quantization` with groups leaves some matrices as they are: matrices with more than two axes,
+    and matrices whose number of inputs is not a multiple of the group size.
 
     Args:
         quantization: a key of `BITS`.

@@ -60,7 +60,7 @@ def check_empty(folder: Path) -> None:
 
 
 class _Shape:
-    """The tensor that has the shape of a packed matrix. See `Readable`."""
+    """A tensor whose two numbers are the shape of a packed matrix. See `Readable`."""
 
     dtype, shape = np.dtype(np.int64), (2,)
 

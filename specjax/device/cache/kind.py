@@ -94,7 +94,7 @@ class CacheKind(Protocol):
 
         `slots` i32[B] are the requests' slots, and `ids` i32[B] are the numbers of the snapshots.
         `ends` i32[B] is the number of tokens that each state includes. The states must include all
-        tokens in the caches. Out-of-range ids are ignored.
+        tokens in the caches, as after a prefill chunk. Out-of-range ids are ignored.
         """
         ...
 
@@ -150,10 +150,10 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """The checkpoint's scale for each of the two parts of a token's entry.
+        """Which of the checkpoint's scales is used for each of the two parts of a token's entry.
 
-        The parts are usually the key and the value. "k" means the scale of keys, and "v" means the
-        scale of values.
+        "k" means the scale of keys, and "v" means the scale of values. The two parts are usually
+        the key and the value.
         """
         return "k", "v"
 
@@ -164,7 +164,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: memory planning already has room for queries, keys and values; see `CacheKind`."""
+        """0: the fixed part of the memory plan covers queries, keys and values; see `CacheKind`."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Pages:

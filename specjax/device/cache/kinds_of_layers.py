@@ -17,8 +17,8 @@ def divide_kinds(
     Return the new kinds, and each layer's index into them.
 
     Args:
-        kinds: the cache kinds of a model. In the result, they have the same order, and new kinds
-            follow them.
+        kinds: the cache kinds of a model. The result begins with a kind for each of these, in the
+            same order. New kinds follow.
         layer_kinds: each layer's index into `kinds`.
         kept_layers: layers whose pages keep the model's dtype.
         layer_scales: the scales of each layer's pages; () if all are 1.

@@ -81,7 +81,7 @@ class LatentAttention(PagesOnly):
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """("k", "k"): a checkpoint's scales of keys are used for latents and for key parts."""
+        """("k", "k"): latents and rotated key parts both use the checkpoint's scale of keys."""
         return "k", "k"
 
     @property
@@ -108,8 +108,8 @@ class LatentAttention(PagesOnly):
         """The number of intermediate values per row in the plain form.
 
         They are the queries; the keys and values, once as computed and once padded for the kernel;
-        and the f32 outputs of a block of the context, and of all blocks so far. The absorbed form
-        has fewer values.
+        and two f32 outputs. Attention processes the context in blocks, and has one output for the
+        latest block and one for all blocks so far. The absorbed form has fewer values.
         """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 

@@ -2,10 +2,9 @@
 
 The context is processed in blocks. For each block, the plain form first computes every head's keys
 and values from the latents. Then all rows attend to the block. The other form, which is called
-absorbed, uses the latents themselves as keys and values, so that every head's keys are as wide as a
-latent. The plain form therefore needs fewer products for each pair of a query and a key: about the
-width of a head's key and value. In return, each chunk recomputes the keys and values of the whole
-context.
+absorbed, uses the latents themselves as keys and values. A latent is wider than a head's key and
+value, so the plain form needs fewer products for each pair of a query and a key. In return, each
+chunk recomputes the keys and values of the whole context.
 """
 
 import jax
@@ -30,7 +29,7 @@ def attend_plainly(
     """Return the output [N, H, D_v] of attention. A row attends to all tokens up to itself.
 
     Args:
-        rows: the rows of prefill chunks. A block of the context is as long as a chunk.
+        rows: the rows of prefill chunks. The context is processed in blocks as long as a chunk.
         cache: pages [layers, pages, page_size, R + D_r] of latents, including those of `rows`.
         layer: i32[] index into the pages.
         nope: [N, H, D_n] the parts of queries that are not rotated.

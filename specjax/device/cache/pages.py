@@ -12,8 +12,8 @@ class Pages(NamedTuple):
     """The pages of L layers, and the scales of quantised pages.
 
     `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and [L,
-    parts] for formats in which layers have scales. `scales` is None if pages hold plain numbers, or
-    if all scales are 1.
+    parts] for formats in which layers have scales. `scales` is None if pages hold unquantised
+    numbers, or if all scales are 1.
     """
 
     values: jax.Array  # [L, pages, page_size, *token_shape]
@@ -34,8 +34,8 @@ def init_pages(
         places: the number of layers, of pages per layer, and of tokens per page.
         token_shape: shape of a token's entry.
         scale_shape: shape of the scales of a token's entry.
-        dtype: dtype of plain numbers.
-        stored: the format of 8-bit numbers; None for plain numbers.
+        dtype: dtype of unquantised numbers.
+        stored: the format of 8-bit numbers; None for unquantised numbers.
         layer_scales: scale_shape[0] scales of each layer, for formats in which layers have scales;
             () if all are 1.
     """

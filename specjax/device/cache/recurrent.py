@@ -80,7 +80,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: memory planning already has room for the inputs; see `CacheKind`."""
+        """0: the fixed part of the memory plan covers the layer's inputs; see `CacheKind`."""
         return 0
 
     @property

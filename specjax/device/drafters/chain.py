@@ -73,7 +73,7 @@ class Head(DraftHead, Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChainState:
-    """The head's KV cache, and the hidden state that starts each request's next chain."""
+    """The head's KV cache, and the hidden state from which each request's next drafts start."""
 
     kv: Pages  # [1, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], the head's input at the last verified position

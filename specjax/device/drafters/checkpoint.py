@@ -59,11 +59,11 @@ class DrafterFiles:
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
-        """Return whether the files have the tensor with the published name `name`."""
+        """Return whether the files have the tensor that is published as `name`."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
-        """Return the name that the tensor with the published name `name` has in the files."""
+        """Return a tensor's name in the files, given the name under which it is published."""
         prefixed = self.prefix + name
         candidates = prefixed, name, LEGACY_NAMES.get(name, name)
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
@@ -142,7 +142,7 @@ def cannot_matter(name: str) -> bool:
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
     """Return the embeddings [N, D] of `tokens` i32[N].
 
-    They come from the drafter's embedding if its weights include one, else from the target's.
+    They come from the drafter's embedding, or from the target's if the drafter has none.
     """
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own.rows(tokens)

@@ -192,7 +192,7 @@ class DFlashHead(ShapedHead):
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
-        """Return the float weights as `TensorSpec`s.
+        """Return the weights, except the integer token ids, as `TensorSpec`s.
 
         The tensors have transformers' names if `names` contains such names, else the authors'
         names.
@@ -307,7 +307,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         )
 
     def embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
-        """Return the blocks' embeddings [B width, D].
+        """Return the embeddings [B width, D] of one block of `width` rows per request.
 
         The first row of request b's block embeds the token `last[b]`. All other rows embed the
         mask token.
@@ -346,7 +346,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
-        """Return kv after writing the context's keys and values at `rows`.
+        """Write the keys and values of `rows`, which the target has run; return the new kv.
 
         They are computed from `states` [N, A D_target], the concatenated hidden states of the A
         target layers that the head reads. The other results of the layers are unused, so JAX or XLA

@@ -180,9 +180,9 @@ class DFlash2(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the refinement that a config describes, and the index of the first draft's row: 1.
+    """Return a config's refinement, and the index of the first row of a block that gives a draft.
 
-    `own` is the config's field `dflash_config`.
+    The index is always 1. `own` is the config's field `dflash_config`.
 
     Raises:
         CheckpointError: sizes are missing or inconsistent.

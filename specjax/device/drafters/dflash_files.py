@@ -67,8 +67,8 @@ def load(
     """Load a head in the layout of its authors, of speculators or of transformers.
 
     Raises:
-        CheckpointError: the head was made for another target or for fewer drafts, or is of an
-            unsupported kind.
+        CheckpointError: the head was made for another target, makes fewer drafts than `config`
+            asks for, or is of an unsupported kind.
     """
     assert folder is not None, config.method
     files = DrafterFiles(_open(folder), read_config(folder), placement, log)
@@ -139,7 +139,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
 
 
 def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
-    """Return the head's `Refinement`, and the index of the first draft's row in a block."""
+    """Return the head's `Refinement`, and the index of the first row that gives a draft."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
     if read is not None:

@@ -136,12 +136,12 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether the draft model is recurrent."""
+        """Whether the draft model has recurrent layers."""
         return is_recurrent(self.head.model)
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights after a round, so fewer calls would save no time."""
+        """False: after a round, `observe` reads no weights, so deferring it would save no time."""
         return False
 
     def draft_slots(self, k: int) -> int:

@@ -106,8 +106,8 @@ class DraftContext:
         edited like the target's logits, so that the target is likely to accept the drafts.
         `token_ids` i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
 
-        The distributions are None if verification does not need them. This is so for greedy drafts,
-        and for drafts drawn with the random numbers that the target uses.
+        The distributions are None if verification does not need them: for greedy drafts, and for
+        drafts drawn with the random numbers that the target uses.
         """
 
         def choose(logits):
@@ -239,7 +239,7 @@ class DrafterWeights(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return the float weights as a tree of `TensorSpec`; see `Model.specs`."""
+        """Return all weights except integers as a tree of `TensorSpec`; see `Model.specs`."""
         ...
 
     def is_unused(self, name: str) -> bool:
@@ -262,10 +262,7 @@ class DrafterWeights(Protocol):
         ...
 
     def target_ids(self, params: Any) -> jax.Array | None:
-        """Return the target's token id for each draft logit, i32[V_d].
-
-        None if draft logits and target logits have the same order.
-        """
+        """Return the target's token id of each draft logit, i32[V_d]; None if ids are the same."""
         ...
 
 
@@ -287,7 +284,7 @@ class Drafter(Protocol):
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state that cannot be computed from their pages and last rows.
+        """Whether drafting needs a state that a request's pages and last tokens do not determine.
 
         If so, a request can reuse a cached prefix only if a snapshot of the state at the prefix's
         end is restored.
@@ -296,7 +293,7 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether one call of `observe` can take the rows of several rounds without drafts.
+        """Whether one call of `observe` may take the rows of several rounds without drafts.
 
         This saves time only if `observe` reads weights.
         """
@@ -308,7 +305,7 @@ class Drafter(Protocol):
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Return how many rows per request drafting k tokens adds to the k + 1 verified rows."""
+        """Return the number of rows per request that drafting needs beyond the target's k + 1."""
         ...
 
     def num_passes(self, k: int) -> int:
@@ -334,18 +331,19 @@ class Drafter(Protocol):
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters, without copies of the target's parameters."""
+        """Return the drafter and its parameters, without parameters that equal the target's."""
         ...
 
     def head_of(self, params: Params) -> Any:
-        """Return the output head for draft logits: the target's head, or a draft model's embedding.
+        """Return the weight that a drafter without its own output head uses as output head.
 
-        None if `params` have no such head. Do not call this if the drafter has its own output head.
+        It is the target's head, or a draft model's embedding; None if `params` lack this weight. Do
+        not call this method of a drafter with its own output head.
         """
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Replace the head that `head_of` returns by `params.head`, if set; return new `params`."""
+        """Return `params` in which `params.head`, if set, replaces the result of `head_of`."""
         ...
 
     def draft(
@@ -364,8 +362,8 @@ class Drafter(Protocol):
         """Return the state for the next drafts, updated with the rows `seen` that the target ran.
 
         Tokens found in the prefix cache are never observed. The information that drafting needs
-        from these tokens must be in the pages, follow from the last rows, or be restored from a
-        snapshot.
+        from these tokens must be in the pages, follow from the request's last tokens, or be
+        restored from a snapshot.
         """
         ...
 
@@ -376,7 +374,7 @@ class NotRecurrent:
 
     @property
     def is_recurrent(self) -> bool:
-        """False: all that drafting needs can be computed from a request's pages and last rows."""
+        """False: a request's pages and last tokens determine all that drafting needs."""
         return False
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
@@ -403,7 +401,7 @@ class Stateless(NotRecurrent):
 
     @property
     def may_defer(self) -> bool:
-        """False: nothing is observed."""
+        """False: `observe` does nothing."""
         return False
 
     @property

@@ -33,7 +33,7 @@ class MarkovParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Markov(Refinement):
-    """A correction of the logits by a matrix of low rank; see `Refinement`."""
+    """A correction of draft logits by a matrix of low rank; see `Refinement`."""
 
     rank: int
     is_serial: ClassVar[bool] = True
@@ -52,10 +52,10 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return the correction that a config describes, and the index of the first draft's row.
+    """Return a config's refinement, and the index of the first row of a block that gives a draft.
 
-    If the config describes no correction, the first result is a plain `Refinement`. `own` is the
-    config's field `dflash_config`.
+    The refinement is a `Markov`, or a plain `Refinement` if the config describes no correction of
+    logits. `own` is the config's field `dflash_config`.
 
     Raises:
         CheckpointError: the correction is not of kind "vanilla".

@@ -108,7 +108,7 @@ class Eagle3Head(ShapedHead):
         return max(len(self.aux_layers), 1) * self.target_hidden_size
 
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
-        """Return the float weights as `TensorSpec`s.
+        """Return the weights, except the integer token ids, as `TensorSpec`s.
 
         `names` are the tensor names in the files. They show whether the files have the published
         layout or the speculators library's layout.

@@ -106,12 +106,12 @@ class MedusaHeads:
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """Empty: nothing is divided."""
+        """Empty: no weight is divided over devices."""
         return {}
 
     @property
     def local(self) -> Self:
-        """These heads, because nothing is divided."""
+        """These heads, because no weight is divided over devices."""
         return self
 
     def is_unused(self, name: str) -> bool:
@@ -149,7 +149,7 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
 
     @property
     def may_defer(self) -> bool:
-        """False: `observe` reads no weights, so fewer calls would save no time."""
+        """False: `observe` reads no weights, so deferring it would save no time."""
         return False
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:

@@ -65,7 +65,7 @@ class PEagleHead(Eagle3Head):
     recycle_normed: bool = True  # `extend` returns normed states
 
     def specs(self, names: Collection[str] = ()) -> PEagleParams:
-        """Return the float weights as `TensorSpec`s; see `Eagle3Head.specs`."""
+        """Return the weights as `TensorSpec`s; see `Eagle3Head.specs`."""
         width = self.feature_size
         return PEagleParams(
             **vars(super().specs(names)),

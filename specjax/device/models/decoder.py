@@ -110,10 +110,10 @@ class Decoder:
 
     @property
     def own_kinds(self) -> tuple[CacheKind, ...]:
-        """The model's cache kinds before `kept_layers` and `layer_scales` are taken into account.
+        """The model's cache kinds, without regard to the dtype of pages.
 
-        These fields may split a kind in `cache_kinds`: layers whose pages keep the model's dtype
-        are then a separate kind.
+        `cache_kinds` has more kinds if only some layers of a kind are in `kept_layers`: these
+        layers become a separate kind, because their pages keep the model's dtype.
         """
         raise NotImplementedError
 

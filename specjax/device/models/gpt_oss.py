@@ -1,7 +1,7 @@
 """The gpt-oss family (`gpt_oss`): a Llama with attention sinks, alternating windows and experts.
 
 Every projection has a bias, including the projections of experts and router. Checkpoints store the
-experts' weights in bfloat16, or in packed MXFP4, which is unpacked while loading.
+experts' weights in bfloat16 or in MXFP4, which stays packed in the device's memory.
 """
 
 from collections.abc import Collection
@@ -70,16 +70,16 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """`BLOCK` if it divides the experts' inner width, else 1.
+        """`BLOCK`, because a block of `BLOCK` weights shares a scale in MXFP4 and stays whole.
 
-        `BLOCK` weights share a scale in MXFP4, so such a block must not be divided.
+        The result is 1 if `BLOCK` does not divide the inner width: MXFP4 cannot store such experts.
         """
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
         """Return a layer's experts and router as `TensorSpec`s; see `Decoder.mixture_specs`.
 
-        If `names` has packed tensors, they are unpacked while they are loaded.
+        If `names` has packed MXFP4 tensors, the `TensorSpec`s of experts are `MXFP4Spec`s.
         """
         assert self.experts is not None, "the model has no experts"
         dim, num, inner = self.hidden_size, self.experts.num_held, self.experts.intermediate_size

@@ -151,10 +151,10 @@ class HFConfig:
         return max(length, int(original * factor))
 
     def _original(self, fields: Mapping[str, Any], default: int) -> float:
-        """Return the length before scaling, `original_max_position_embeddings`.
+        """Return `original_max_position_embeddings`, the length before scaling.
 
-        It is a field of the config, or else of the rotary embedding's `fields`. If neither has it,
-        it is `default`.
+        This is a field of the config, or else one of the rotary embedding's `fields`. Return
+        `default` if both lack the field.
         """
         name = "original_max_position_embeddings"
         given = fields.get(name)

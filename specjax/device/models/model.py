@@ -68,7 +68,7 @@ class Model(Protocol):
 
     @property
     def shares(self) -> Mapping[str, Share]:
-        """How each named section of the weights is divided over devices; see `TensorSpec.cuts`."""
+        """How each kind of axis, such as attention heads, is divided; see `TensorSpec.cuts`."""
         ...
 
     @property

@@ -92,8 +92,8 @@ def describe_model(hf: HFConfig) -> Model:
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
     """Return the model in a checkpoint folder, without weights.
 
-    If the config ties the output head to the embedding, but the files have an output head that
-    differs from the embedding, the model is not tied, as in transformers. This is logged.
+    A config may tie the output head to the embedding although the files have a different output
+    head. Then the model is not tied, as in transformers, and the log says so.
     """
     model: Any = describe_model(hf)
     if not is_tied(model):

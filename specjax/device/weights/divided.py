@@ -24,7 +24,7 @@ class DividedParts(DividedSpec):
     """
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the quantised tensors, unread. `parts` later reads each device's parts of them."""
+        """Return the quantised tensors without reading them; `parts` reads a device's parts."""
         return [computed_once(find(name)) for name in self.names]
 
     read_partly = read
@@ -46,9 +46,10 @@ class DividedParts(DividedSpec):
 def divided_as_stored(
     x: Any, found: Sequence[Any], make: Callable[[Any, Sequence[Any]], Any]
 ) -> Any:
-    """Return the divided weight `x` in the form in which the checkpoint stores its tensors `found`.
+    """Return the weight `x`, which is divided over devices, in the form that the checkpoint stores.
 
-    `make` returns the stored form of a weight that is not divided; see `stored.STORED`.
+    `found` are the checkpoint's tensors of the weight. `make` returns the stored form of a weight
+    that is not divided; see `stored.STORED`.
     """
     spec: DividedSpec = x.values
     names = tuple(map(str, range(len(spec.local.names))))

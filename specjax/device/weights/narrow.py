@@ -53,10 +53,7 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of `array`, divided over devices if `like` is divided.
-
-    If `like` is None, the shape is divided if `array` is divided.
-    """
+    """Return the shape of `array`, divided over devices if `like` (by default `array`) is."""
     if is_divided(array if like is None else like):
         return divided_shape(array.shape, array.dtype)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -101,7 +101,7 @@ class _Spec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False, because `file_shapes` describe the weights and not the stored tensors."""
+        """False: the stored tensors do not have the shapes `file_shapes`."""
         return False
 
     @property

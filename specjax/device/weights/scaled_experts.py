@@ -59,11 +59,11 @@ class ScaledExperts(ExpertWeights):
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
-    """Return `ScaledExperts` with the `TensorSpec`s of stored `tensors` instead of arrays, or None.
+    """Return `ScaledExperts` that hold `tensors`, with `TensorSpec`s in the places of arrays.
 
-    `spec` is the `TensorSpec` of the same experts without
-    quantisation. The result is None if experts have different blocks, if the tensors have different
-    dtypes or widths of blocks, or if a tensor is [E, in, out] rather than [E, out, in].
+    `spec` is the `TensorSpec` of the same experts without quantisation. The result is None if
+    experts have different blocks, if the tensors have different dtypes or widths of blocks, or if
+    a tensor is [E, in, out] rather than [E, out, in].
     """
     if not spec.transpose:
         return None

@@ -44,7 +44,7 @@ EXPERTS: dict[type, Callable[[Any, Any], Any]] = {
 
 
 def dequantise(params: Any, dtype: Any) -> Any:
-    """Return a tree of parameters with unquantised weights, in `dtype` if they were quantised."""
+    """Return the tree `params` with each quantised weight dequantised to `dtype`."""
 
     def plain(x: Any) -> Any:
         if not is_weight(x):

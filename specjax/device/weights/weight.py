@@ -52,15 +52,15 @@ class Weight:
         return self
 
     def plain(self, dtype: Any) -> "Weight":
-        """Return the weight as unquantised numbers, in `dtype` if it was quantised."""
+        """Return the weight, dequantised to `dtype` if it is quantised."""
         return self
 
     def quantise(self, plain: Any) -> Any:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
-        `plain` has the class that the method `plain` returns. Numbers are rounded to the nearest
-        quantised numbers. This weight's arrays may be only shapes, except for i32 arrays such as an
-        order of inputs.
+        `plain` is unquantised, and has the class of `self.plain(...)`. Numbers are rounded to the
+        nearest quantised numbers. This weight's arrays may be only shapes, except for i32 arrays
+        such as an order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))
 

@@ -33,7 +33,7 @@ class Source(Protocol):
         ...
 
     def begin_step(self) -> None:
-        """Prepare for the drafts of a new round. Limits on the work per round start again."""
+        """Prepare for the drafts of a new round: reset the limits on the work per round."""
         ...
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
@@ -159,7 +159,7 @@ class Corpora(_Texts):
         Raises:
             ValueError: there is no corpus of this name.
         """
-        if name not in self._corpora:
+        if name not in self.names:  # any type
             raise ValueError(f"corpus {name!r} does not exist; there are {self.names}")
         del self._corpora[name]
         self._index = TextIndex()

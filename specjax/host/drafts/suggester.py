@@ -22,6 +22,7 @@ from specjax.methods import METHODS
 
 RECENT = 0.8  # weight of earlier rounds in a sample's running means
 SLOW = 0.02  # weight of a new round in the running means over all samples
+RETRY = 0.0002  # weight of the first guess in a ratio that keeps a source from being used
 LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this number of rounds
 
 
@@ -35,10 +36,10 @@ class Suggestion(NamedTuple):
 
 
 def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
-    """Return whether the device used a path in the round that gave the last `num_kept` tokens.
+    """Return whether the device used a path (a suggestion) in the round of the last tokens.
 
-    A path is used if it agrees with the tokens that were known before the round, and continues
-    after them.
+    The round gave the last `num_kept` tokens. A path is used if it agrees with the tokens that were
+    known before the round, and continues after them.
     """
     if path is None:
         return False
@@ -49,7 +50,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The continuation with the highest expected number of accepted drafts, of all sources."""
+    """The best continuation of all sources: the most accepted drafts are expected from it."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight
@@ -102,7 +103,7 @@ class Suggester:
         self.counts: dict[str, SourceCounts] = {}
         self._drafter = drafter
         self._means: WeakKeyDictionary[Sequence, _Means] = WeakKeyDictionary()
-        self._mean_of_drafter = 0.0  # over all samples
+        self._mean_of_drafter = 1.0  # over all samples; a first guess
         # By source: accepted drafts per expected one, which corrects the scores.
         self._ratios = {source.name: 1.0 for source in self.sources}
         self._used = 1.0  # fraction of suggestions that the device has used
@@ -164,14 +165,22 @@ class Suggester:
         if found is None:
             found = self._find(sequence, k, sequence.max_tokens_in_flight - (k + 1))
         score = min(found.score, k)
-        if not found.best.tokens or score < self._means[sequence].drafter:
+        if not found.best.tokens:
+            return None
+        if score < self._means[sequence].drafter:
+            # The source may have become better, which only its drafts can show.
+            ratio = self._ratios[found.source]
+            self._ratios[found.source] += RETRY * (1.0 - ratio)
             return None
         tokens = found.best.tokens[: self.width]  # the K of another policy may be larger
         start = len(sequence.token_ids)
         return Suggestion(start, tokens, found.source, min(found.best.score, k))
 
     def _find(self, sequence: Sequence, k: int, most_in_flight: int) -> _Found:
-        """Return the best continuation after up to `most_in_flight` tokens of rounds in flight."""
+        """Return the best continuation: expected tokens of rounds in flight, then drafts.
+
+        Rounds in flight give at most `most_in_flight` tokens.
+        """
         means = self._means.get(sequence)
         if means is None:
             means = self._means[sequence] = _Means(self._mean_of_drafter)
@@ -230,7 +239,10 @@ class Suggester:
         if suggestion is None:
             means.drafter += (1 - RECENT) * (num_accepted - means.drafter)
             self._mean_of_drafter += SLOW * (num_accepted - self._mean_of_drafter)
-        elif num_drafts:
+            return
+        # The drafter may have become better for this sample, which only its drafts can show.
+        means.drafter += SLOW * (self._mean_of_drafter - means.drafter)
+        if num_drafts:
             found = min(1.0, num_accepted / min(suggestion.score, num_drafts))
             self._ratios[suggestion.source] += SLOW * (found - self._ratios[suggestion.source])
 

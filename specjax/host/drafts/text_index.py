@@ -87,9 +87,26 @@ class TextIndex:
 
     def add(self, tokens: Sequence[int]) -> None:
         """Append a whole text, and then the token `END`, which marks the end of a text."""
+        last = self._last
         self.extend(tokens)
-        self.extend((END,))
+        if tokens:
+            self._unlink((*last, *tokens)[-GRAMS[0] :])
+        for column in (self._tokens, *self._before):
+            column.append(END)
         self._last = _NO_TOKENS
+
+    def _unlink(self, ending: tuple[int, ...]) -> None:
+        """Remove the latest occurrence of `ending`, the last tokens of a text that has ended.
+
+        No token follows it. If many texts ended with the same tokens, a search would visit all of
+        these ends.
+        """
+        for gram, latest, before in zip(GRAMS, self._latest, self._before, strict=True):
+            key = hash(ending[-gram:])
+            if before[-1] < 0:
+                del latest[key]
+            else:
+                latest[key] = before[-1]
 
     def forget(self, count: int) -> None:
         """Remove the first `count` tokens. They must be whole texts, including each `END`."""
@@ -98,7 +115,7 @@ class TextIndex:
             ending = *last, token
             for gram, latest in zip(GRAMS, self._latest, strict=True):
                 key = hash(ending[-gram:])
-                if latest[key] == position:
+                if latest.get(key) == position:
                     del latest[key]
             last = _NO_TOKENS if token == END else ending[1:]
         for column in (text, *self._before):
@@ -197,7 +214,7 @@ class TextIndex:
 class RecentTexts(TextIndex):
     """An index of the latest texts: about `max_texts`, with about `max_tokens` in total.
 
-    It may exceed each limit by 10 %, so that it rarely removes texts.
+    It may exceed each limit by 1 %, so that it does not remove texts with each `add`.
     """
 
     def __init__(self, max_texts: int, max_tokens: int):
@@ -206,11 +223,11 @@ class RecentTexts(TextIndex):
         self._sizes: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append a whole text, and remove the oldest texts if a limit is exceeded by 10 %."""
+        """Append a whole text, and remove the oldest texts if a limit is exceeded by 1 %."""
         super().add(tokens)
         self._sizes.append(len(tokens) + 1)
         # Several texts are removed at once, because each removal moves all remaining tokens.
-        if len(self._sizes) > 1.1 * self._max_texts or len(self) > 1.1 * self._max_tokens:
+        if len(self._sizes) > 1.01 * self._max_texts or len(self) > 1.01 * self._max_tokens:
             count = num_texts = 0
             while (
                 len(self._sizes) - num_texts > self._max_texts

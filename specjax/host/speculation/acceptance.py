@@ -116,8 +116,8 @@ class Acceptance:
     def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
         """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
 
-        `bucket` is the number of a range of lengths (see `contexts`), in which the requests'
-        lengths are. If `group` has no counts in this bucket, the rates of the bucket are returned.
+        `bucket` is the number of the range (see `contexts`) that contains the requests' lengths. If
+        `group` has no counts in this bucket, the rates of the bucket are returned.
         """
         rates, known = self._pooled(), []
         if len(self._buckets) > 1:
@@ -153,7 +153,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Multiply the weight of old counts by `factor`, for example after a change of weights.
 
-        The rates over all requests hardly change at first. But new counts then change them faster.
+        This hardly changes the rates over all requests, but lets new counts change them faster.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._buckets.values(), *self._groups.values()):
@@ -167,11 +167,10 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move each position's offset, which is added to the log-odds of the rate before it.
+        """Update each position's offset: how far its log-odds differ from the position before.
 
-        The offset moves towards the log-odds of the position's rate minus the log-odds of the
-        previous position's rate. The more drafts were just verified at a position, the further its
-        offset moves.
+        An offset moves towards the current difference. The more drafts were just verified at the
+        position, the further the offset moves.
         """
         rates = self._pooled()
         for i in range(1, self.max_drafts):

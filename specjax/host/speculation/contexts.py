@@ -12,7 +12,7 @@ FIRST_LENGTHS = (0, *BOUNDS)  # the smallest length in each bucket
 
 
 def context_bucket(num_tokens: float) -> int:
-    """Return the number, from 0 on, of the bucket (range of lengths) with this length."""
+    """Return the number, counted from 0, of the bucket that contains `num_tokens`."""
     return bisect_right(BOUNDS, num_tokens)
 
 

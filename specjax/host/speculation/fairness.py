@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.host.speculation.contexts import context_bucket
+from specjax.host.speculation.contexts import context_bucket, context_buckets
 from specjax.host.speculation.rounds import DecodeLoad
 from specjax.host.speculation.step_cost import StepCost
 
@@ -41,9 +41,9 @@ class Fairness:
     ) -> "Fairness | None":
         """Return a `Fairness` for a round, or None if every K is allowed.
 
-        Every K is allowed if `max_slowdown` is 1, or if K = 0 is not a choice. Every K is also
-        allowed if all requests are in one range of context lengths, because a round with more
-        tokens per millisecond than K = 0 then makes all requests faster.
+        Every K is allowed if `max_slowdown` is 1, if K = 0 is not a choice, or if all requests are
+        in one range of context lengths. In one range, a K with more tokens per millisecond than K =
+        0 makes all requests faster.
 
         Args:
             load: the load of the round.
@@ -53,20 +53,21 @@ class Fairness:
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
-        buckets = [context_bucket(length) for length in load.requests.lengths]
-        counts = Counter(buckets)
-        if len(counts) < 2:
+        lengths = load.requests.lengths
+        if context_bucket(min(lengths)) == context_bucket(max(lengths)):
             return None
+        buckets = context_buckets(lengths)
+        counts = Counter(buckets)
         kinds = [kind for kind, count in counts.items() if count >= MIN_SHARE * len(buckets)]
         members = np.array(buckets)[:, None] == np.array(kinds)
         doubt = cost.spread(load.num_sequences, 0, load.num_context) if cost else 0.0
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says which request is in which of the R ranges that count.
+        """`members` bool[n, R] says in which of R ranges of lengths each of n requests is.
 
-        `least` is the number of tokens per millisecond, over all requests, of a round in which the
-        requests of every range have the lowest speed that is allowed.
+        Ranges with few requests are left out. `least` is 1 - max_slowdown times the tokens per
+        millisecond of a round without drafts.
         """
         self._means = members / members.sum(axis=0)
         self._least = least
@@ -75,8 +76,8 @@ class Fairness:
     def ks(self, goodput: Mapping[int, float], gains: Any, current: int | None) -> list[int]:
         """Return each K whose round slows down no range of context lengths too much.
 
-        The time of a round without drafts is uncertain. So for a K other than 0 and `current`, this
-        must hold even if rounds without drafts are faster by the fraction `doubt`.
+        The time of a round without drafts is uncertain. So a K other than 0 and `current` must pass
+        even if rounds without drafts are faster than estimated by the fraction `doubt`.
 
         Args:
             goodput: see `of`.

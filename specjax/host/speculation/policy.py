@@ -57,12 +57,12 @@ class Policy(Protocol):
 
     @property
     def split(self) -> Split | None:
-        """Which requests draft in the round whose K was just chosen; None if it is not split."""
+        """Which requests draft in the round whose K was just chosen; None if all draft K tokens."""
         ...
 
     @property
     def wish(self) -> SplitWish | None:
-        """The split round that would be faster than this one if it were compiled, or None."""
+        """A split round (only some requests draft) that would be faster once compiled; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -166,8 +166,8 @@ class GoodputPolicy:
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
     tries a larger K, because rounds without drafts do not show acceptance. The time between such
-    tries doubles until another K is best. The policy splits rounds if this is faster (see `split`).
-    It avoids Ks and splits that slow down one range of context lengths (see `fairness`).
+    tries doubles until another K is best. Only some requests draft if that is faster (see `split`).
+    Rounds that slow down one range of context lengths are avoided (see `fairness`).
     """
 
     weighs_requests = True
@@ -261,7 +261,7 @@ class GoodputPolicy:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
         `best` replaces the current K if it is clearly better, if the current K has not been the
-        best for many rounds in a row, or if the current K is not allowed (not in `fair`).
+        best for many rounds in a row, or is not in `fair` (not allowed).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1
@@ -368,9 +368,10 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. K = 0 is also
-        tried if its time limits the other Ks (`is_limited`). If no K was tried for `PROBE_EVERY`
-        rounds, the neighbour of `best` that was used in the fewest rounds is tried.
+        A K is tried if its time is so uncertain that its goodput may be the best. No K may be
+        slower than K = 0, so K = 0 is tried a few times in any case; with `is_limited`, it is tried
+        first. If no K was tried for `PROBE_EVERY` rounds, the neighbour of `best` used in the
+        fewest rounds is tried.
         """
         n = load.num_sequences
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
@@ -378,8 +379,9 @@ class GoodputPolicy:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}
             k = max(hopes, key=lambda k: hopes[k])
-            if tried.get(0, FIRST_PROBES) < FIRST_PROBES and (is_limited or hopes[k] <= goodput[best]):
-                k, hopes[0] = 0, math.inf  # K = 0, than which no other K may be slower
+            is_new = tried.get(0, FIRST_PROBES) < FIRST_PROBES
+            if is_new and (is_limited or hopes[k] <= goodput[best]):
+                k, hopes[0] = 0, math.inf  # no other K may be slower than K = 0
             every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
             if hopes[k] > goodput[best] and self._since_probe >= every:
                 return k

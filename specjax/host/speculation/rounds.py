@@ -28,9 +28,9 @@ class SplitShape(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Which requests of a split round draft.
+    """Says which requests draft in a split round, in which the other requests do not draft.
 
-    `drafting` holds their indices in the list of ready requests.
+    `drafting` holds the indices of these requests in the list of ready requests.
     """
 
     shape: SplitShape
@@ -38,7 +38,7 @@ class Split(NamedTuple):
 
 
 class SplitWish(NamedTuple):
-    """A split round that would be faster than the chosen round, but whose program is not ready.
+    """A split round, which would be faster than the chosen round. Its program is not ready.
 
     In a split round, only some requests draft. `gain` is the fraction of the time per token that
     the split round would save.
@@ -56,7 +56,7 @@ class DecodeLoad:
         num_sequences: number of sequences ready to decode.
         num_context: number of tokens before the round, summed over sequences.
         max_tokens: the step's token budget; None for no budget. Sequences that do not fit wait.
-        requests: a description of each sequence; None if the policy does not weigh requests.
+        requests: a description of each sequence; None if the policy does not read it.
         splits: the shapes of split rounds (see `split`) whose programs are ready; None if the round
             may not be split.
         shapes: the shapes (batch size, K) of unsplit rounds whose programs are ready.
@@ -81,11 +81,11 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """The outcome of a round, or of one part of a split round.
+    """The outcome of a round (draft, then verify), or of one part of a split round.
 
-    In a split round, one part has the requests that draft. If both parts of a split round ran in
-    one program, `others` and `others_context` are about the requests that did not draft, and `ms`
-    is the time of the program. All other fields are about the requests that drafted.
+    In a split round, only one part of the requests drafts. If both parts ran in one program, `ms`
+    is the program's time, `others` and `others_context` describe the requests that did not draft,
+    and all other fields describe the requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.

@@ -1,8 +1,8 @@
 """Simulates a policy without a device, from a grid of step times and from acceptance rates.
 
 Requests decode together in rounds, which are padded to the batch sizes that an engine compiles.
-Each request has its own log-odds of acceptance, and rounds' times have noise. If a policy sees each
-request, it may split rounds, so that only some requests draft. The policy is compared to an oracle,
+Each request has its own log-odds of acceptance, and rounds' times have noise. A policy that sees
+each request may split rounds: only some requests then draft. The policy is compared to an oracle,
 which knows the times and rates. The oracle takes the best K in every round, and never splits
 rounds.
 """
@@ -142,8 +142,9 @@ class Workload:
 class Outcome:
     """The outcome of a simulated run.
 
-    Goodput is the expected number of tokens per millisecond. For a split round, it is the actual
-    number of tokens per expected millisecond, so the round's regret may be negative.
+    Goodput is the expected number of tokens per millisecond. If only some requests of a round draft
+    (a split round), it is the actual number of tokens per expected millisecond, so the round's
+    regret may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.

@@ -38,10 +38,10 @@ class _Choice(NamedTuple):
 
 
 class Splitter:
-    """Chooses how to split rounds, and learns the times of split rounds.
+    """Chooses which requests of a round draft, and learns the times of such split rounds.
 
     Attributes:
-        split: how to split the next round; None if it is not split.
+        split: which requests draft in the next round; None if the round is not split.
         wish: a split round whose program is worth compiling; None without such a round.
     """
 
@@ -66,7 +66,7 @@ class Splitter:
         rates: RequestRates,
         fairness: Fairness | None,
     ) -> Split | None:
-        """Choose whether to split the next round. Set `split` and `wish`, and return `split`.
+        """Choose whether only some requests draft next. Set `split` and `wish`; return `split`.
 
         Args:
             load: the load of the round, with `requests` and `splits`.
@@ -74,8 +74,8 @@ class Splitter:
                 request.
             unsplit: tokens per millisecond of the best round that is not split.
             cost: the times of rounds that are not split.
-            rates: the acceptance rates of requests. With each choice, requests that do not draft
-                forget a part of their counts, so that they are tried again.
+            rates: the acceptance rates of requests. Requests that do not draft forget a part of
+                their counts. So they are tried again later.
             fairness: tells which rounds are allowed; None if all are.
         """
         requests, chosen = load.requests, self._chosen

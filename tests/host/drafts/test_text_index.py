@@ -117,11 +117,31 @@ def test_texts_that_came_and_went_leave_no_trace():
     assert not len(index) and not index.num_entries
 
 
+def test_a_search_visits_no_ends_of_texts():
+    """Many texts may end alike: lines of code, or short answers."""
+
+    class Counting(list):
+        num_reads = 0
+
+        def __getitem__(self, key):
+            self.num_reads += 1
+            return super().__getitem__(key)
+
+    index, line = TextIndex(), list(range(9))
+    for _ in range(1000):
+        index.add(line)
+    index._tokens = read = Counting(index._tokens)
+    for end in 2, 4, 8, 9:
+        found = index.continuation(line[:end], 4, 0, SuffixLimits(24, 4.0))
+        assert found.tokens == line[end : end + 4]
+    assert 20 < read.num_reads < 500
+
+
 def test_the_oldest_texts_make_room_for_tokens():
     index = RecentTexts(1000, 100)
     for i in range(50):
         index.add([i] * 9)
-        assert len(index) <= 110
+        assert len(index) <= 101
     arguments = 4, 0, SuffixLimits()
     assert index.continuation([49, 49], *arguments).tokens == [49] * 2
     assert not index.continuation([30, 30], *arguments).tokens

@@ -20,7 +20,7 @@ class NormSettings(Protocol):
 
 
 class Residual(NamedTuple):
-    """The stream before the latest layer, and this layer's output, which is not added yet."""
+    """The residual stream before the latest layer, and this layer's output, still to be added."""
 
     x: jax.Array  # [N, D]
     delta: jax.Array  # [N, D]

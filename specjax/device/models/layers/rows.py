@@ -10,7 +10,7 @@ from specjax.device.cache.kind import CacheKind
 class Rows(Protocol):
     """The N token rows of a forward pass.
 
-    They have positions i32[N], and may have places in a cache.
+    Each row has a position, i32[N]. In serving, rows read a cache and write to it.
     """
 
     @property
@@ -33,7 +33,7 @@ class Rows(Protocol):
         Args:
             kind: the cache kind, which determines the mixing.
             cache: in serving, the arrays of `kind`. In training, some classes of rows keep values
-                here between calls; other classes do not use it.
+                in it between calls; other classes do not use it.
             layer: i32[], the layer's index within its kind.
             inputs: the layer's projections of the rows, as `kind` expects them.
 
