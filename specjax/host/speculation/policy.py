@@ -203,7 +203,7 @@ class GoodputPolicy:
         self._num_led = 0  # number of rounds in a row in which another K was better
         self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
-        self._is_due = False  # whether a try is due, regardless of its cost
+        self._is_due = False  # whether a try is due, and may be paid for later
         self._credit = 0.0  # milliseconds that tries may cost
 
     @property
@@ -404,8 +404,9 @@ class GoodputPolicy:
             num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
             ms, plain = (self.cost.ms(load.num_sequences, x, load.num_context) for x in (k, 0))
             loss = ms - plain if is_limited else (1 - goodput[k] / goodput[0]) * ms
-            is_time = self._parked >= self._patience and self._can_afford(num_rounds * loss)
-            if not self._is_due and not is_time:
+            if self._is_due and self._credit > 0:
+                self._credit -= num_rounds * loss
+            elif self._parked < self._patience or not self._can_afford(num_rounds * loss):
                 return 0
             self._is_due = False
             self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
