@@ -96,8 +96,8 @@ def test_shapes_that_were_not_compiled_ahead_are_told(monkeypatch):
         compile_first(self, programs, show_progress=show_progress)
 
     monkeypatch.setattr(SimulatedPrograms, "compile_ahead", only_first)
-    with pytest.warns(UserWarning, match="compile_ahead: 2 of .* programs were not compiled"):
-        make_engine(compile_ahead=True, prefill_shapes=((2, 16),))
+    with pytest.warns(UserWarning, match=r"compile_ahead: \d+ of \d+ programs were not compiled"):
+        make_engine(compile_ahead=True)
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
