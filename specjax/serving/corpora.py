@@ -101,6 +101,8 @@ class CorpusMethods:
     def remove_corpus(self, name: str) -> None:
         """Remove a corpus.
 
+        All other corpora are indexed again, which takes about a second per million tokens.
+
         Raises:
             ValueError: the engine does not draft from texts, or there is no corpus of this name.
         """
