@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.compilations import QUICK
 from support.dynamic_k import Recording, requests_of, write_profile
 from support.engines import VOCAB, K, generate_tokens, random_prompts
 from support.engines import make_llm as make_any_llm
@@ -267,7 +268,8 @@ def slow_engine(request, llm):
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
         parts = config, llm.target, SlowDrafter(), params, StaticPolicy(2)
-        return Engine(*parts, make_programs=CompiledPrograms)  # `llm` has a simulated device
+        real = partial(CompiledPrograms, toolchain=QUICK)  # `llm` has a simulated device
+        return Engine(*parts, make_programs=real)
     make = partial(TimedPrograms, tally=Counter())
     engine = Engine(config, llm.target, NoDrafter(), params, StaticPolicy(2), make_programs=make)
     engine.programs.runs_at_once = request.param == "simulated_at_once"

@@ -40,8 +40,7 @@ class Case(NamedTuple):
 CASES = {
     "llama": Case("llama", "eagle3", "fp8"),
     "hybrid": Case("hybrid", "mtp", "int8"),
-    "latents": Case("glm4_moe_lite", "mtp", "int8", drafters="fp8"),
-    "latents in fp8": Case("deepseek_v3", "mtp", "fp8", {"kv_cache_dtype_skip_layers": [1]}),
+    "latents": Case("deepseek_v3", "mtp", "fp8", {"kv_cache_dtype_skip_layers": [1]}, "int8"),
     "windows": Case(
         "gpt_oss",
         "ngram",

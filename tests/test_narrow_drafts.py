@@ -114,6 +114,19 @@ def test_what_is_quantised_already_is_refused(checkpoints):
     refusal(lambda: LLM(target.folder, quantization="int8", **options), *words)
 
 
+def test_layers_that_int4_cannot_hold_are_counted_in_the_log(checkpoints, caplog):
+    """Of one layer with 32 inputs, and of the matrix that joins its two inputs: none fits."""
+    target = llama(checkpoints)
+    config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
+    config |= {"num_speculative_tokens": K, "quantization": "int4"}
+    caplog.set_level("INFO", "specjax")
+    options = SIZES | {"speculative_config": config, "verbose": True}
+    with simulated_engines(), LLM(target.folder, **options) as llm:
+        found = jax.tree.leaves(llm.engine.params.drafter, is_leaf=is_weight)
+    num_plain = sum(is_weight(x) for x in found)
+    assert f"{num_plain} of the drafter's {num_plain} matrices stay plain, such" in caplog.text
+
+
 def test_info_counts_the_copy(checkpoints, capsys):
     """A module of fewer bits, with one byte per weight of the head, and a scale per token."""
     folder, found = hybrid(checkpoints), []

@@ -24,7 +24,10 @@ CASES = {
 SEEDS = {"hybrid": (1, 3, 4)}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",  # "dense, pages" has the weights of "dense"
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name == "dense")) for name in CASES],
+)
 def test_random_schedules(checkpoints, name):
     kind, method, sizes, given = CASES[name]
     target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1, **sizes)

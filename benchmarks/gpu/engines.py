@@ -243,8 +243,7 @@ def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
     return minimum_bytes(
         models.target,
         models.drafter,
-        models.params.target,
-        models.params.drafter if k else None,
+        models.params if k else models.plain_params,
         batch=batch,
         k=k,
         context=prompt + output // 2,

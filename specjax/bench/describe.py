@@ -111,6 +111,16 @@ def lossless_line(found: Mapping[str, Any] | None) -> str | None:
     )
 
 
+def warm_up_line(found: Mapping[str, Any] | None) -> str | None:
+    """Return a sentence that says that a warm-up ended too early; None if it did not."""
+    if found is None or found["is_settled"]:
+        return None
+    return (
+        f"the warm-up ended after {found['seconds']:.0f} s, before all programs were compiled that "
+        "make runs faster; later runs may be faster"
+    )
+
+
 def closing_lines(details: Details, model: str) -> list[str]:
     """Return the last lines: model, prompts, device, versions, failures, and warnings."""
     data, doubts = details.dataset, details.machine["doubts"]
@@ -122,6 +132,7 @@ def closing_lines(details: Details, model: str) -> list[str]:
         template = f"the chat template, thinking: {data['thinking']}"
     lines: Sequence[str | None] = [
         f"{DOUBT}: {' and '.join(doubts)}" if doubts else None,
+        warm_up_line(details.warm_up),
         f"{details.num_compiles} programs were compiled while measuring; warm up with more"
         if details.num_compiles
         else None,

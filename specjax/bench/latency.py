@@ -7,26 +7,17 @@ import numpy as np
 
 from specjax.bench.datasets.queries import Query
 from specjax.bench.offline import BatchRun, Offline
-from specjax.bench.throughput import warm_up
 
 PERCENTILES = 10, 25, 50, 75, 90, 99  # as in vLLM
 
 
 def measure(
-    offline: Offline,
-    queries: Sequence[Query],
-    num_warmups: int,
-    num_iters: int,
-    found: list[BatchRun],
+    offline: Offline, queries: Sequence[Query], num_iters: int, found: list[BatchRun]
 ) -> None:
     """Run the batch repeatedly, and append each result to `found`.
 
     After an interrupt, `found` has the completed runs. Each run starts with an empty prefix cache.
     """
-    if num_warmups:
-        warm_up(offline, queries)
-    for _ in range(num_warmups - 1):
-        offline.generate(queries)
     offline.watch()
     for _ in range(num_iters):
         offline.llm.reset_prefix_cache()

@@ -193,8 +193,10 @@ class Details:
         goodput: limits of latency, and how many requests meet the limits.
         timeline: output tokens and running requests of each second. "k_histograms" has samples of a
             histogram: the number of rounds with each K since the start of the run.
-        num_compiles: programs that were compiled while requests waited for them; None if the server
-            does not report it.
+        warm_up: how the engine was warmed up (see `WarmUp`); None if it was not. `latency` and
+            `throughput` only.
+        num_compiles: programs that became ready during the measurement. For `serve`, programs that
+            requests waited for; None if the server does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.
@@ -213,6 +215,7 @@ class Details:
     goodput: dict[str, Any] | None = None
     timeline: dict[str, Any] | None = None
     speculation: Speculation | None = None
+    warm_up: dict[str, Any] | None = None
     num_compiles: int | None = None
     failures: dict[str, int] = field(default_factory=dict)
     lossless: dict[str, Any] | None = None

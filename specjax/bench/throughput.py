@@ -1,6 +1,5 @@
 """`specjax bench throughput`: how fast an `LLM` answers many prompts that are given at once."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,9 +10,6 @@ from specjax.bench.peers.peer import as_peer, compare_outputs
 from specjax.bench.peers.process import PeerProcess
 from specjax.bench.result import Peer
 from specjax.bench.traffic.record import Record
-
-_POLLING_SECONDS = 0.02
-_MIN_WARM_UP_SECONDS, _MAX_WARM_UPS = 10.0, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,24 +25,6 @@ class Rounds:
     peers: dict[str, list[tuple[float, list[Record]]]] = field(default_factory=dict)
 
 
-def warm_up(offline: Offline, queries: Sequence[Query]) -> None:
-    """Run all prompts repeatedly, so that measured runs do not compile programs.
-
-    An engine compiles a program for another shape only after steps without this program have lost
-    enough time. So runs are repeated for at least `_MIN_WARM_UP_SECONDS`, until a run compiles
-    nothing, but at most `_MAX_WARM_UPS` times.
-    """
-    start = time.perf_counter()
-    for _ in range(_MAX_WARM_UPS):
-        num_programs = offline.llm.metrics().num_compilations
-        offline.generate(queries)
-        while offline.llm.metrics().num_compiling:
-            time.sleep(_POLLING_SECONDS)
-        is_long = time.perf_counter() - start >= _MIN_WARM_UP_SECONDS
-        if is_long and offline.llm.metrics().num_compilations == num_programs:
-            break
-
-
 def measure(
     offline: Offline,
     queries: Sequence[Query],
@@ -57,10 +35,9 @@ def measure(
     """Run all prompts `num_rounds` times on this and on other engines, and fill in `found`.
 
     In each round, every engine runs once. The engines take turns in being the first of a round.
-    After an interrupt, `found` has the completed runs. This engine starts each run with an empty
-    prefix cache.
+    After an interrupt, `found` has the completed runs. This engine must be warm; the peers run once
+    before the rounds. This engine starts each run with an empty prefix cache.
     """
-    warm_up(offline, queries)
     for worker in workers.values():
         worker.run()
     offline.watch()

@@ -19,8 +19,9 @@ def run(args: argparse.Namespace) -> int:
     batches: list[BatchRun] = []
     is_interrupted = False
     with asked.opened() as offline:
+        asked.warm_up(offline, args.num_iters_warmup)
         try:
-            measure(offline, asked.prompts, args.num_iters_warmup, args.num_iters, batches)
+            measure(offline, asked.prompts, args.num_iters, batches)
         except KeyboardInterrupt:
             is_interrupted = True
             if not batches:

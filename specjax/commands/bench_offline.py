@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from specjax.bench.reports import check_report, write_report
 from specjax.bench.reports.saved import parse
 from specjax.bench.result import Details, Speculation, as_json, count_failures
 from specjax.bench.traffic.figures import distributions
+from specjax.bench.warm_up import WarmUp, warm_up
 from specjax.checkpoint.writing import write_whole
 from specjax.commands.bench_reading import (
     check_outputs,
@@ -36,6 +37,7 @@ class OfflineRun:
         lossless: the comparison of outputs with plain decoding; None before the comparison.
         plain: the times of steps without drafts; None before they were measured.
         drafting: the times of the benchmark's rounds, which draft and verify.
+        warmed: how the engine was warmed up; None if it was not.
     """
 
     benchmark: str
@@ -49,6 +51,7 @@ class OfflineRun:
     lossless: dict[str, Any] | None = None
     plain: RoundTimes | None = None
     drafting: RoundTimes = field(default_factory=dict)
+    warmed: WarmUp | None = None
     environment: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -90,6 +93,11 @@ class OfflineRun:
         with LLM(self.model, **options) as llm:
             yield Offline(llm=llm, sampling=self.sampling, seed=self.args.seed)
 
+    def warm_up(self, offline: Offline, min_runs: int) -> None:
+        """Warm the engine up with at least `min_runs` runs of all prompts; not at all if 0."""
+        if min_runs:
+            self.warmed = warm_up(offline, self.prompts, min_runs)
+
     def finish(self, offline: Offline, batch: BatchRun) -> None:
         """Keep the times of rounds and a description of the machine, for `details`.
 
@@ -126,8 +134,8 @@ class OfflineRun:
             rounds=[dict(one) for one in rounds],
             distributions=distributions(records),
             speculation=self.speculation(batches),
-            num_compiles=batches[-1].after.num_compiles_after_warmup
-            - batches[0].before.num_compiles_after_warmup,
+            warm_up=None if self.warmed is None else asdict(self.warmed),
+            num_compiles=batches[-1].after.num_compilations - batches[0].before.num_compilations,
             failures=count_failures([one.error for one in records if one.error]),
             lossless=self.lossless,
         )

@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         workers = {
             name: stack.enter_context(peer.open(work, args.seed)) for name, peer in peers.items()
         }
+        asked.warm_up(offline, 1)
         try:
             measure(offline, asked.prompts, args.rounds, workers, found)
         except KeyboardInterrupt:

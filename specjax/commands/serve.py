@@ -14,7 +14,7 @@ from specjax.commands.serve_arguments import (
 from specjax.commands.speculation import read_speculation
 from specjax.engine.log import get_log
 from specjax.engine_args import EngineArgs
-from specjax.host.leaving import end_now
+from specjax.host.leaving import end_now, leave
 from specjax.server.app import build_app
 from specjax.server.run import bind, describe, make_server
 from specjax.server.service import Service
@@ -44,7 +44,10 @@ def run(args: argparse.Namespace) -> int:
         server.run(sockets=[bound])
         if server.force_exit:
             end_now()
-        llm.shutdown()
+        if server.is_signalled:  # all answers are sent, so no program is needed any more
+            leave(llm.shutdown, get_log(verbose=True).info)
+        else:
+            llm.shutdown()
     return 0
 
 

@@ -39,6 +39,7 @@ from specjax.device.weights.stored import as_stored
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
 _MAX_LISTED = 20
+MAX_PROGRAMS = 256  # compiled programs of each kind to keep; more than a checkpoint needs
 
 
 def no_log(line: str) -> None:
@@ -196,14 +197,14 @@ def _whole(sharding: Sharding) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
-@lru_cache(maxsize=32)  # each entry holds a compiled program
+@lru_cache(MAX_PROGRAMS)
 def _join(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     return jax.jit(partial(spec.join, dtype=dtype), out_shardings=sharding)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(MAX_PROGRAMS)
 def _join_afar(
     spec: TensorSpec, dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
@@ -216,7 +217,7 @@ def _join_afar(
     return spread(partial(spec.join, dtype=dtype), devices, axes, num_parts)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(MAX_PROGRAMS)
 def _divide_afar(
     spec: DividedSpec, dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
@@ -228,7 +229,7 @@ def _divide_afar(
     return spread(divide, devices, [None], spec.num_devices)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(MAX_PROGRAMS)
 def _cast_afar(
     dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
@@ -239,7 +240,7 @@ def _cast_afar(
     return spread(lambda arrays: arrays[0].astype(dtype), devices, [None], 0)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(MAX_PROGRAMS)
 def _join_each(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:

@@ -55,7 +55,9 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
     if isinstance(plan, DecodePlan):
         packed, rows = layout.packing(DecodeInputs).rows(plan.batch)
         rows.num_drafts[:] = plan.num_drafts
-        rows.num_drafts[:count] = [min(s.draft_limit, plan.num_drafts) for s in plan.sequences]
+        if plan.num_drafts:
+            limits = [sequence.draft_limit for sequence in plan.sequences]
+            rows.num_drafts[:count] = np.minimum(limits, plan.num_drafts)
         paths: Any = rows.suggestions
         for row, path in enumerate(plan.suggested):
             if path is not None:

@@ -147,6 +147,12 @@ class CompiledPrograms:
         """The programs that were read from disk instead of being compiled."""
         return self._executables.read if self._executables else frozenset()
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """See `Programs`."""
+        stored = self._executables
+        missing = (one for one in programs if one not in self.ready)
+        return stored is not None and all(map(stored.has, missing))
+
     @property
     def is_compiling(self) -> bool:
         """See `Programs`."""

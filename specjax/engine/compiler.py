@@ -164,9 +164,13 @@ class Compiler:
         return program
 
     def close(self) -> None:
-        """Wait for programs that are being compiled, then free all programs."""
+        """Wait for programs that are being compiled, then free all programs.
+
+        If the process is ending, do not wait.
+        """
         self._is_closed = True
-        wait_for([*self._urgent.threads, *self._later.threads], log.warning)
+        if not is_leaving():
+            wait_for([*self._urgent.threads, *self._later.threads], log.warning)
         self.ready.clear()
 
     def _work(self, line: _Line, niceness: int) -> None:

@@ -44,7 +44,7 @@ from specjax.host.drafts.suggester import Suggester
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
-from specjax.host.sequence import Sequence
+from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
@@ -309,21 +309,22 @@ class Engine:
                 export_features(step.plan, jax.device_get(step.features))
             num_kept, touched = self.scheduler.commit(step.plan, rows)
             self._recorder.record_part(step.plan, rows, num_kept)
-            self._learn(step, num_kept, milliseconds)
+            self._learn(step, rows, num_kept, milliseconds)
         self._recorder.record_finished(touched)
         return touched
 
-    def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
+    def _learn(
+        self, step: InFlight, rows: list[RowOutput], num_kept: list[int], milliseconds: float | None
+    ) -> None:
         """Record the time of chunks or of a round, and let the policy learn from a round.
 
-        `num_kept` counts each sequence's new tokens. `milliseconds` is None for an unknown time.
+        `rows` and `num_kept` have the device's result and the number of new tokens by sequence.
+        `milliseconds` is None for an unknown time.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
-        chunk_ms = clock.chunk_ms
+        chunk_ms, clock.chunk_ms = clock.chunk_ms, 0.0
         if isinstance(plan, PrefillPlan):
             clock.chunk_ms = chunk_ms = chunk_ms + (milliseconds or 0.0)
-        else:
-            clock.chunk_ms = 0.0
         if milliseconds is not None:
             self.repertoire.note(plan, step.variant, milliseconds)
             if step.joins is not None:
@@ -331,7 +332,7 @@ class Engine:
         if policy.is_learning and isinstance(plan, DecodePlan) and any(num_kept):
             if plan.num_drafts in policy.choices:  # an earlier policy may have chosen this K
                 own_ms = None if self.config.exact else milliseconds  # every K takes the same time
-                policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
+                policy.observe(step.outcome(rows, num_kept, own_ms, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.

@@ -122,10 +122,6 @@ class Executables:
         The result of `compile()` is written to a file if possible.
         """
         path = self._path(key)
-        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
-            if (reason := _distrust(folder)) is not None:
-                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
-                path = None
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
@@ -155,13 +151,23 @@ class Executables:
                 log.info("%s is not kept: %s", key, error)
         return program
 
+    def has(self, key: Any) -> bool:
+        """Return whether there is a file for the program of `key`."""
+        path = self._path(key)
+        return path is not None and path.exists()
+
     def _path(self, key: Any) -> Path | None:
         """Return the path of the file for the program of `key`.
 
-        Return None if the program contains logits processors, whose code the digest does not cover.
+        Return None if the program contains logits processors, whose code the digest does not cover,
+        or if others than its owner can write to the folder.
         """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
+        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
+            if (reason := _distrust(folder)) is not None:
+                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
+                return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"
 

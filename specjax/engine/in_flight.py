@@ -3,7 +3,9 @@
 import time
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import repeat
 
 import jax
 import numpy as np
@@ -17,6 +19,9 @@ from specjax.engine.port import Programs
 from specjax.engine.programs import Joined
 from specjax.host.drafts.suggester import is_used
 from specjax.host.plans import DecodePlan
+from specjax.host.sequence import RowOutput
+from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.host.speculation.contexts import context_buckets
 from specjax.host.speculation.requests import RequestOutcomes
 from specjax.host.speculation.rounds import Round
 
@@ -36,13 +41,22 @@ class InFlight:
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
     rest: DecodePlan | None = None  # the part that does not draft, if it ran in this program
 
-    def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
+    def outcome(
+        self,
+        rows: SequenceOf[RowOutput],
+        num_kept: list[int],
+        milliseconds: float | None,
+        chunk_ms: float,
+    ) -> Round:
         """Return the outcome of a round, after its tokens were appended to its sequences.
 
         If the program also ran sequences that did not draft (`self.rest`), their tokens must be
         appended after this call.
 
+        If the drafter found fewer than K drafts, the first missing draft counts as rejected.
+
         Args:
+            rows: the device's results for each sequence.
             num_kept: the number of tokens that each sequence gained.
             milliseconds: the time of the round; None if unknown. If the round had fewer drafts than
                 its shape, the outcome has no time, since the program ran with a larger K.
@@ -51,23 +65,26 @@ class InFlight:
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
-        pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        own = pairs
+        every = zip(plan.sequences, num_kept, rows, plan.suggested or repeat(None))
+        gained = [one for one in every if one[1]]
+        num_context = sum([len(s.token_ids) - n for s, n, *_ in gained])
         if plan.suggested:  # what the drafter achieves is learned from its own drafts
-            paths = dict(zip(plan.sequences, plan.suggested, strict=True))
-            own = [(s, n) for s, n in pairs if not is_used(paths[s], s, n)]
-        found = [sequence.draft_outcome(k, n) for sequence, n in own]
-        requests = RequestOutcomes(
-            [sequence.rank for sequence, _ in own],
-            [outcome.num_drafts for outcome in found],
-            [outcome.num_accepted for outcome in found],
-        )
+            gained = [(s, n, row, path) for s, n, row, path in gained if not is_used(path, s, n)]
+        num_drafts = [  # the first case, without a call, is the usual one
+            k if row.num_drafts == k and s.finish_reason is None else s.num_usable(k, n)
+            for s, n, row, _ in gained
+        ]
+        num_accepted = [n - 1 for _, n, *_ in gained]
+        requests = RequestOutcomes([s.rank for s, *_ in gained], num_drafts, num_accepted)
+        groups = [s.request.group for s, *_ in gained]
+        buckets = context_buckets([len(s.token_ids) for s, *_ in gained])
+        found = Counter(zip(num_drafts, num_accepted, groups, buckets, strict=True))
         others = self.rest.sequences if self.rest else ()
         return Round(
             plan.batch,
             k,
-            sum(len(sequence.token_ids) - n for sequence, n in pairs),
-            Counter(found),
+            num_context,
+            {DraftOutcome(*outcome): count for outcome, count in found.items()},
             milliseconds if plan.k == k else None,
             None if plan.is_rest else chunk_ms,
             self.is_joined,

@@ -131,6 +131,10 @@ class LeaderPrograms:
         """See `Programs`."""
         return self._hosts.count
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """See `Programs`."""
+        return self._own.are_on_disk(programs)
+
     @property
     def is_compiling(self) -> bool:
         """See `Programs`."""

@@ -44,6 +44,13 @@ class Programs(Protocol):
         """The number of processes that run the programs together."""
         ...
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """Return whether all of `programs` that are not ready can be read from disk.
+
+        To read a program takes much less time than to compile it.
+        """
+        ...
+
     @property
     def is_compiling(self) -> bool:
         """Whether programs are being compiled."""

@@ -5,8 +5,9 @@ as log-probabilities. Without `compile_ahead`, an engine begins with one shape f
 for rounds, and a variant that serves most requests. If the host waits at conditionals (see
 `Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
 suffice for any step, but small steps need much padding. A smaller shape is compiled in the
-background once the padding that it would avoid has cost enough time. Requests that need a new
-variant wait until it is compiled; other requests do not wait.
+background once the padding that it would avoid has cost about as much time as compiling it would.
+If an earlier process has left its programs on disk, it is read much sooner. Requests that need a
+new variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -34,6 +35,7 @@ from specjax.host.speculation.rounds import SplitShape, SplitWish
 from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
+READING_MS = 100.0  # time that steps may lose before a better shape is read from disk
 PIECES_LOSE = 0.05  # a round that runs as several programs loses about this fraction of its time
 JOINED_SAVES = 0.5  # `Joined` saves about this fraction of the shorter time, of chunks or round
 
@@ -64,8 +66,9 @@ class Repertoire:
         # select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # Time lost without a better shape, by the last program of that shape.
-        self._lost_ms: defaultdict[Program, float] = defaultdict(float)
+        # Time lost without the programs of a better shape.
+        self._lost_ms: defaultdict[tuple[Program, ...], float] = defaultdict(float)
+        self._on_disk: dict[tuple[Program, ...], bool] = {}  # whether they need only be read
         self._num_ready = -1  # number of ready programs when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
         self._compiled: dict[Variant, Ready] = {}
@@ -217,6 +220,20 @@ class Repertoire:
             return
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
+    def settle(self, allowed_ms: float) -> None:
+        """Compile the programs whose absence has cost the most time since the last call.
+
+        They are compiled in the background. No more are compiled once the absence of all other
+        programs has cost at most `allowed_ms`.
+        """
+        lost, self._lost_ms = self._lost_ms, defaultdict(float)
+        total = sum(lost.values())
+        for needed in sorted(lost, key=lost.__getitem__, reverse=True):
+            if total <= allowed_ms:
+                return
+            total -= lost[needed]
+            self._programs.compile_behind(needed, is_urgent=False)
+
     def ready_for(self, all_demands: Iterable[Demands]) -> Ready:
         """Return the compiled shapes and split rounds for requests that have `all_demands`."""
         self._look()
@@ -249,14 +266,21 @@ class Repertoire:
     def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
         """Add `milliseconds` to the time lost because the programs `needed` were not ready.
 
-        Compile these programs when the lost time reaches `patience_ms`.
+        Compile these programs when the lost time reaches `patience_ms`, or read them from disk when
+        it reaches `READING_MS`.
         """
-        if all(program in self._programs.ready for program in needed):
+        programs, missing = self._programs, tuple(needed)
+        if all(program in programs.ready for program in missing):
             return
-        self._lost_ms[needed[-1]] += milliseconds
-        if self._lost_ms[needed[-1]] >= self.patience_ms:
-            self._lost_ms[needed[-1]] = 0.0
-            self._programs.compile_behind(needed, is_urgent=False)
+        if missing not in self._on_disk:
+            self._on_disk[missing] = programs.are_on_disk(missing)
+        patience = self.patience_ms
+        if self._on_disk[missing]:
+            patience = min(patience, READING_MS)
+        self._lost_ms[missing] += milliseconds
+        if self._lost_ms[missing] >= patience:
+            self._lost_ms[missing] = 0.0
+            programs.compile_behind(missing, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
         """Compile variants in `shapes.first`. With `compile_ahead`, compile them in all shapes."""

@@ -118,6 +118,10 @@ class SimulatedPrograms:
         """See `Programs`."""
         return Compilations(len(self.ready), 0, 0, 0.0)
 
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        """See `Programs`."""
+        return False
+
     def max_deferred(self, batch: int) -> int:
         """See `Programs`."""
         return 0

@@ -33,8 +33,8 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
         thread.join(max(0.0, end - time.monotonic()))
     if number := sum(thread.is_alive() for thread in threads):
         tell(
-            f"waiting for {number} {'program' if number == 1 else 'programs'} that XLA is "
-            "compiling and cannot stop; Ctrl-C ends this at once"
+            f"waiting for {_programs(number)} that XLA is compiling and cannot stop; Ctrl-C ends "
+            "this at once"
         )
     for thread in threads:
         thread.join()
@@ -77,11 +77,31 @@ def _leave_compilers() -> None:
         end_now()
 
 
-def end_now() -> None:
+def leave(close: Callable[[], None], tell: Callable[[str], None]) -> None:
+    """Call `close`. If threads still compile then, end the process at once with exit code 0.
+
+    While `close` runs, `is_leaving` returns True, and `close` need not wait for these threads.
+    Before the process ends, `tell` is called with a message.
+    """
+    _is_leaving.set()
+    try:
+        close()
+        if number := len(_compilers()):
+            tell(f"ended without waiting for {_programs(number)} that XLA is compiling")
+            end_now(0)
+    finally:
+        _is_leaving.clear()
+
+
+def end_now(code: int = INTERRUPTED) -> None:
     """End the process at once, without waiting for threads."""
     for stream in sys.stdout, sys.stderr:
         stream.flush()
-    os._exit(INTERRUPTED)
+    os._exit(code)
+
+
+def _programs(number: int) -> str:
+    return "1 program" if number == 1 else f"{number} programs"
 
 
 def _watch(tell: Callable[[str], None]) -> None:

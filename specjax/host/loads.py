@@ -33,12 +33,17 @@ def load_of(
     """
     if not policy.weighs_requests:
         return DecodeLoad(len(ready), 0, max_tokens)
-    max_k, lengths = max(policy.choices), [len(sequence.token_ids) for sequence in ready]
+    k, lengths = max(policy.choices), [len(sequence.token_ids) for sequence in ready]
+    limits = [  # the first case, without a call, is the usual one
+        k if s.draft_limit >= k < s.max_length - n - s.num_in_flight
+        else s.max_drafts(k, n + s.num_in_flight)
+        for s, n in zip(ready, lengths, strict=True)
+    ]  # fmt: skip
     requests = ReadyRequests(
         [sequence.rank for sequence in ready],
         [sequence.request.group for sequence in ready],
         lengths,
-        [s.max_drafts(max_k, n + s.num_in_flight) for s, n in zip(ready, lengths, strict=True)],
+        limits,
         suggester.expect(ready) if suggester.sources and ready else None,
     )
     return DecodeLoad(len(ready), sum(lengths), max_tokens, requests, splits, shapes.decode)

@@ -194,10 +194,12 @@ class Scheduler:
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
         remaining: list[int] = []  # tokens left to prefill, by sequence
+        last_steps: set[int] = set()
         for sequence in self.residents.running:
             # Attributes instead of properties: these loops take most of the host's time.
             residency = sequence.residency
             assert residency is not None
+            last_steps.add(residency.last_step)
             if num_left := residency.num_to_prefill - residency.num_computed:
                 prefilling.append(sequence)
                 remaining.append(num_left)
@@ -215,8 +217,10 @@ class Scheduler:
         # The sequences that draft; and those that do not, if the round is split.
         drafting, others = OpenRound(k, min(wanted_k, k)), OpenRound(0, 0)
         resting = set(ready).difference(ready[i] for i in split.drafting) if split else ()
-        # Residents are in order of rank, and sorting is stable.
-        for sequence in sorted(ready + prefilling, key=_turn):
+        turns = ready  # usually all sequences ran in the same step; residents are in order of rank
+        if prefilling or len(last_steps) > 1:
+            turns = sorted(ready + prefilling, key=_turn)  # stable
+        for sequence in turns:
             residency = sequence.residency
             if residency is None:  # preempted by a sequence before it
                 continue

@@ -7,8 +7,6 @@ from typing import Any
 from specjax.host.prefix_cache import PageKey
 from specjax.host.request import Matcher, Request, TextWatch
 from specjax.host.residency import Residency
-from specjax.host.speculation.acceptance import DraftOutcome
-from specjax.host.speculation.contexts import context_bucket
 from specjax.outputs import TokenLogprobs
 
 NO_LIMIT = 2**30  # more drafts than any round has
@@ -137,17 +135,15 @@ class Sequence:
         """
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
-    def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
-        """Return the outcome of a round of `k` drafts, after its `num_kept` tokens were appended.
+    def num_usable(self, k: int, num_kept: int) -> int:
+        """Return how many drafts of a round were usable, after its `num_kept` tokens were appended.
 
-        If the drafter found fewer than `k` drafts, the first missing draft counts as rejected.
+        A draft is usable if it could become part of the output. If the drafter found fewer than `k`
+        drafts, the missing drafts count as usable.
         """
-        num_drafts = self.max_drafts(k, len(self.token_ids) - num_kept)
-        num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # drafts after the end are not usable
-            num_drafts = num_accepted
-        bucket = context_bucket(len(self.token_ids))
-        return DraftOutcome(num_drafts, num_accepted, self.request.group, bucket)
+            return num_kept - 1
+        return self.max_drafts(k, len(self.token_ids) - num_kept)
 
     @property
     def is_finished(self) -> bool:

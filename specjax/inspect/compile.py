@@ -45,6 +45,8 @@ from specjax.inspect.resources import Resources, find_ptxas, read_resources
 
 PLUGINS = "xla_cuda13", "xla_cuda12"
 THUNK = re.compile(r"( *)(?:\d+: (k\w+) +\[[^\]]*\] *(\S*)|(\w+):$)")
+# The code of a Pallas kernel, in the attributes of its call.
+CODE = re.compile(r'\b(ir|module) = "[^"]*"')
 AFTER_LAYERS = 1_000_000  # layer number of kernels after the last layer
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +67,7 @@ class Compiled:
     """A compiled function."""
 
     device_kind: str  # the name of the GPU that kernels see
-    hlo: str  # text of the optimized module
+    hlo: str  # text of the optimized module, without the code of Pallas kernels
     thunks: tuple[Thunk, ...]  # the thunks after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp, peak
     seconds: Mapping[str, float]  # durations: trace, compile
@@ -146,6 +148,7 @@ def compile_functions(
         for request, one in zip(requests, made, strict=True):
             arguments = {"file": file, "requests": [request], "resources": resources}
             kept.used += [(arguments, one)] * one["is_kept"]
+            kept.num_compiled += not one["is_kept"]
     return made
 
 
@@ -218,7 +221,7 @@ def compile_for(
                 return Compiled.of({**found, "is_kept": True})
             compiled = lowered.compile(compiler_options=dict(options))
     seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    hlo = compiled.as_text()
+    hlo = CODE.sub(r'\1 = ""', compiled.as_text())
     name = re.match(r"HloModule ([\w.\-]+)", hlo)[1]  # pyright: ignore
     new = sorted(set(dump.iterdir()) - before)
     dumped = [file for file in new if f".{name}." in file.name]

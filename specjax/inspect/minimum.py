@@ -21,7 +21,7 @@ The numbers of bytes are:
 
 - W: the target's weights, without an untied embedding;
 - W_d: the drafter's weights;
-- W_h: the output head that the drafter uses;
+- W_h: the output head that the drafter uses, its quantised copy if there is one;
 - W_o: the weights that compute the drafter's keys and values;
 - S: the target's keys and values, per token and layer;
 - S_d: the drafter's cache, per token;
@@ -51,8 +51,10 @@ import numpy as np
 from pallas_kernels.page_formats import PageFormat
 from specjax.checkpoint.given import dotted
 from specjax.device.cache.kind import CacheKind, CacheSizes
-from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
+from specjax.device.weights.matrix import Matrix
+from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import drafter_cache_bytes
 
 # Parts of a drafter's parameters that computing keys and values does not read.
@@ -91,8 +93,7 @@ class Minimum:
 def minimum_bytes(
     target: Model,
     drafter: Drafter,
-    params: Any,
-    drafter_params: Any,
+    params: Params,
     *,
     batch: int,
     k: int,
@@ -103,32 +104,35 @@ def minimum_bytes(
 ) -> Minimum:
     """Return the minimum bytes of a step, computed with the formulas of this module's docstring.
 
-    The leaves of `params` and `drafter_params` are arrays or shapes. `page_format` is the format of
-    the target's and the drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says
-    whether a later program adds the step's tokens to the drafter's cache.
+    The leaves of `params` are arrays or shapes. `page_format` is the format of the target's and the
+    drafter's 8-bit pages; None for pages of `dtype`. `is_deferred` says whether a later program
+    adds the step's tokens to the drafter's cache.
     """
+    own = params.drafter
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
     new, read, state = _cache_bytes(target, dtype, page_format, context)
     draft = observe = 0
-    if drafter_params is not None:
-        model = getattr(drafter_params, "model", None)
+    if own is not None:
+        model = getattr(own, "model", None)
         own_token = drafter_cache_bytes(drafter, 1, 0, dtype, page_format).per_page
         if model is not None:
             drafting: Any = drafter.weights
             read_by_model = _cache_bytes(drafting.model, dtype, page_format, context)
             draft = _model_bytes(model, batch, k, drafting.model, read_by_model)
+            if params.head is not None:
+                draft += k * (_size(params.head) - _head_bytes(model))
         else:
             passes = drafter.num_passes(k)
-            draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
+            draft = _drafted_bytes(params, target, passes, batch, k)
             draft += own_token * batch * (passes * context + max(passes - 1, 0))
-            observe = _observed_bytes(drafter_params, own_token) + own_token * num_rows
-            if hasattr(drafter_params, "mask_states"):  # the observed rows attend as well
+            observe = _observed_bytes(own) + own_token * num_rows
+            if hasattr(own, "mask_states"):  # the observed rows attend as well
                 observe += own_token * batch * context
         if is_deferred:
             observe = embedded * (1 + len(drafter.aux_layers))
     return Minimum(
-        weights=_read_bytes(target, params, num_rows),
+        weights=_read_bytes(target, params.target, num_rows),
         keys_and_values=read * batch + new * num_rows,
         states=2 * state * batch,
         draft=draft,
@@ -151,9 +155,12 @@ def _model_bytes(
     return k * _read_bytes(model, params, batch) + batch * per_request
 
 
-def _drafted_bytes(own: Any, target: Model, params: Any, passes: int, batch: int, k: int) -> int:
+def _drafted_bytes(params: Params, target: Model, passes: int, batch: int, k: int) -> int:
     """Return the bytes of the weights, including the output head, that drafting k tokens reads."""
-    size = passes * _head_bytes(params) if _uses_head_of_target(own) else 0
+    own, size = params.drafter, 0
+    if _uses_head_of_target(own):
+        copied = params.head is not None
+        size = passes * (_size(params.head) if copied else _head_bytes(params.target))
     for path, leaf in jax.tree_util.tree_leaves_with_path(own):
         names = _names(path)
         if names[0] in ("blocks", "lm_heads"):  # Medusa's, one per draft
@@ -229,23 +236,23 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
     return _size(leaf) // num_here * min(num_here, num_rows * experts.num_chosen)
 
 
-def _observed_bytes(params: Any, token: int) -> int:
-    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas).
-
-    `token` is the number of bytes per token in the drafter's cache.
-    """
+def _observed_bytes(params: Any) -> int:
+    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas)."""
     if hasattr(params, "lm_heads"):  # Medusa only keeps a state of the target
         return 0
-    leaves = [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)
+    leaves = [(_names(path), leaf) for path, leaf in found]
     if hasattr(params, "mask_states"):  # the last row gives the first draft
         after = {"lm_head", "embedding", "target_ids", "mask_states"}
         return sum(_size(leaf) for names, leaf in leaves if not after & {*names})
     used = [(names[-1], leaf) for names, leaf in leaves if not {*names} & {*_AFTER_KEYS}]
-    merged = [leaf for name, leaf in used if name == "qkv"]
-    size = sum(_size(leaf) for name, leaf in used if name != "qkv")
-    # Of a merged weight [D, F], only the columns of keys and values are read. They are as wide as a
-    # layer's entry in the cache.
-    return size + sum(leaf.shape[0] * token // len(merged) for leaf in merged)
+    return sum(_size_of_keys(leaf) if name == "qkv" else _size(leaf) for name, leaf in used)
+
+
+def _size_of_keys(qkv: Matrix) -> int:
+    """Return the bytes of the parts of a merged weight that compute keys and values."""
+    columns = dict(qkv.parts)
+    return _size(qkv) * (columns["k"] + columns["v"]) // qkv.num_out
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

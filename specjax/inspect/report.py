@@ -406,8 +406,7 @@ def _report(
         minimum=minimum_bytes(
             local.target,
             local.drafter,
-            local.params.target,
-            local.params.drafter,
+            local.params,
             batch=request.batch,
             k=request.k,
             context=request.context,

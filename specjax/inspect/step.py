@@ -147,6 +147,7 @@ def open_parts(
     """
     devices = {"num_devices": num_devices, "divides_experts": divides_experts}
     source = open_model(model, takes_configs=True, quantization=quantization, **devices)
+    source = replace(source, dtype=dtype)  # also of the rows of quantised embeddings
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     config = None if speculation is None else SpeculativeConfig.of(speculation)

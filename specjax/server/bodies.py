@@ -1,9 +1,11 @@
 """Reads the bodies of requests, and checks their types and sizes."""
 
 import asyncio
+import gc
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, TypeVar
 
@@ -68,6 +70,27 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
     except ClientDisconnect:
         raise APIError(400, "the body ended early") from None
     request.state.num_bytes = len(body)
+    with _uncollected():
+        return _parse(body, kind)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause garbage collection.
+
+    While the objects of a large body are made, it would visit all of them repeatedly, which takes
+    three times as long as making them.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
+
+
+def _parse(body: bytes, kind: type[Body]) -> Body:
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

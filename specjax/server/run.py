@@ -102,7 +102,12 @@ class Server(uvicorn.Server):
 
     After the first signal, it finishes the running requests and accepts no new ones. The second
     signal ends it at once.
+
+    Attributes:
+        is_signalled: whether a signal has stopped it.
     """
+
+    is_signalled = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -119,6 +124,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See `uvicorn.Server`."""
+        self.is_signalled = True
         if self.should_exit:
             self.force_exit = True
         else:

@@ -246,7 +246,7 @@ def make_plan(
     drafter, params = open_drafter(speculation, plain, chosen.name, placement, log)
     if placement is None and drafter.weights is not None:  # nothing runs: all is on one device
         params = shapes_like(drafter.weights, params)
-    params = narrow_drafter(params, speculation)
+    params = narrow_drafter(params, speculation, log)
     if target.num_devices == 1:
         weights += second_form_bytes(platform, chosen.name, params)
     plan = replace(plan, drafter=drafter, drafter_params=params)

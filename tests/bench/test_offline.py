@@ -10,6 +10,7 @@ from support.engines import simulated_engines
 from support.refusals import refusal
 from support.scripts import TextScript
 
+from specjax.bench import warm_up
 from specjax.bench.offline import BatchRun, Offline, round_over_plain
 from specjax.bench.peers import process
 from specjax.bench.peers.peer import compare_outputs, ratios
@@ -48,7 +49,8 @@ def bench(folder, tmp_path_factory):
     return run
 
 
-def test_throughput_and_what_speculation_did(bench, tmp_path):
+def test_throughput_and_what_speculation_did(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_up, "ALLOWED", 0.0)
     options = ["--num-prompts", 4, "--rounds", 2, "--verify-lossless", "--max-num-seqs", 2]
     options += ["--report", tmp_path / "a.html"]
     printed, found = bench("throughput", *options)
@@ -61,6 +63,8 @@ def test_throughput_and_what_speculation_did(bench, tmp_path):
     assert found["total_num_tokens"] == num_prompt + 4 * 12
     rate = found["total_num_tokens"] / found["elapsed_time"]
     assert found["tokens_per_second"] == pytest.approx(rate)
+    assert details["warm_up"]["num_runs"] > 1, "the second has programs that the first had not"
+    assert details["warm_up"]["is_settled"] and details["num_compiles"] == 0
     rounds = [one["elapsed_time"] for one in details["rounds"]]
     assert len(rounds) == 2 and found["elapsed_time"] == min(rounds)
     speculation = details["speculation"]
@@ -78,7 +82,9 @@ def test_throughput_and_what_speculation_did(bench, tmp_path):
     assert details["settings"]["max_num_seqs"] == 2 and details["dataset"]["name"] == "gsm8k"
 
 
-def test_latency_of_a_batch(bench):
+def test_latency_of_a_batch(bench, monkeypatch):
+    monkeypatch.setattr(warm_up, "ALLOWED", 0.0)
+    monkeypatch.setattr(warm_up, "MAX_SECONDS", 0.0)
     options = ["--batch-size", 3, "--num-iters", 4, "--num-iters-warmup", 1]
     random = ["--dataset-name", "random", "--input-len", 9]
     printed, found = bench("latency", *options, *random)
@@ -89,14 +95,16 @@ def test_latency_of_a_batch(bench):
     assert found["specjax"]["distributions"]["e2el_ms"]["count"] == 12
     assert found["specjax"]["dataset"]["mean_prompt_len"] == 9
     assert "99% percentile latency: " in printed
+    assert found["specjax"]["warm_up"]["num_runs"] == 1
+    assert "the warm-up ended after 0 s, before all programs were compiled" in printed
 
 
 def test_an_interrupt_keeps_the_rounds_so_far(bench, monkeypatch):
     generate, calls = Offline.generate, []
 
     def interrupted(self, queries):
-        calls.append(queries)
-        if len(calls) > 8:  # six to warm up, then two rounds
+        calls.extend(self.timed)  # empty during the warm-up
+        if len(calls) > 2:
             raise KeyboardInterrupt
         return generate(self, queries)
 

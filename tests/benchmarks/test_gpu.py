@@ -401,14 +401,15 @@ def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch,
     assert last.get("passes") is passes and ("absent" in last) == (code is None)
 
 
-WHOLE = "tokens", "watch", "adaptive", "models", "profile"
+# Whole engines but those of grid and host, as all are made in the same way; and comparisons of
+# kernels with references, which smoke and tests/kernels have, too.
+NIGHTLY = "tokens", "watch", "adaptive", "models", "profile", "correct"
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        # Of the whole engines, those of grid and host only: all are made in the same way.
-        pytest.param(["--without", *WHOLE], marks=pytest.mark.slow),
+        pytest.param(["--without", *NIGHTLY], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],

@@ -15,6 +15,7 @@ from specjax.device.models.registry import load_model, save_model
 from specjax.device.placement import Placement
 from specjax.device.weights.stored import dequantise
 from specjax.device.weights.stored_table import StoredTable
+from specjax.inspect.step import open_parts
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
 
@@ -59,6 +60,8 @@ def test_they_stay_packed(folders, tmp_path):
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert weight_bytes(open_model(folders[0]).specs, "float32") == size
     assert size < sum(x.nbytes for x in jax.tree.leaves(expected))
+    described = open_parts(str(folders[0]), None, None, "bfloat16").params.target.embedding
+    assert jax.eval_shape(lambda x: x.rows(jnp.zeros(2, int)), described).dtype == jnp.bfloat16
     ids = jnp.array([3, 95, 0, 3])
     np.testing.assert_array_equal(
         params.embedding.rows(ids), np.asarray(expected.embedding.values)[ids]

@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import jax
+import pytest
 
-from specjax.cli import main
-from specjax.commands.compile_report import as_json, as_lines
+from specjax.cli import build_parser, main
+from specjax.commands.compile_report import as_json, as_lines, read_request
 from specjax.inspect import compile as compiler
 from specjax.inspect import report, resources, step
 from specjax.inspect.hlo import Launch
@@ -50,7 +51,7 @@ def test_a_head_of_the_models_own_shape(capsys):
 def minimum(is_deferred=False, **asked):
     request = StepRequest(**asked)
     parts = step.open_parts(**request.models, num_devices=request.tensor_parallel_size).local
-    of = parts.target, parts.drafter, parts.params.target, parts.params.drafter
+    of = parts.target, parts.drafter, parts.params
     given = {"batch": request.batch, "k": request.k, "context": request.context}
     return minimum_bytes(*of, dtype=report.DTYPE, is_deferred=is_deferred, **given)
 
@@ -85,6 +86,31 @@ def test_the_minimum_of_llama_by_hand():
     assert least.draft == 3 * draft + token * 64 * (3 * 2048 + 2)
     assert least.observe == fc + 2 * dim * 2 * kv + token * 64 * 4
     assert least.step == least.verify + least.draft + least.observe
+
+
+@pytest.mark.parametrize("head, layers", [("int8", None), (None, "int4"), ("fp8", "int8")])
+def test_the_minimum_with_a_drafters_bits_by_hand(head, layers):
+    """A scale per output, or one of two bytes per output and 128 inputs. The target stays whole."""
+    asked = {"method": "eagle", "head_dtype": head, "quantization": layers}
+    config = json.dumps({name: value for name, value in asked.items() if value})
+    options = ["--k", "3", "--batch-size", "2", "--speculative-config", config]
+    request = read_request(build_parser().parse_args(["info", LLAMA, *COMPILE, *options]))
+    assert dict(request.narrow) == {n: x for n, x in asked.items() if x and n != "method"}
+    plain = minimum(model=LLAMA, batch=2, k=3, method="eagle")
+    least = minimum(model=LLAMA, batch=2, k=3, method="eagle", narrow=request.narrow)
+    dim, inner, vocab, kv = 4096, 14336, 128256, 1024
+    rows = [(2 * dim, dim), (dim, dim + 2 * kv), (dim, dim), (dim, 2 * inner), (inner, dim)]
+    less = 0
+    if head:
+        less += dim * vocab - 4 * vocab
+    if layers:
+        group = 2 / 128 + 0.5 if layers == "int4" else 1
+        less += sum((2 - group) * num_in * num_out for num_in, num_out in rows)
+        less -= sum(4 * num_out for _, num_out in rows) * (layers == "int8")
+    assert plain.draft - least.draft == 3 * less and plain.verify == least.verify
+    columns = 2 * dim * dim + 2 * kv * dim  # which compute keys and values
+    less = (2 - group) * columns - (4 * (dim + 2 * kv) if layers == "int8" else 0) if layers else 0
+    assert plain.observe - least.observe == less
 
 
 def test_the_minimum_of_a_hybrid_by_hand():

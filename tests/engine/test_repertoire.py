@@ -120,6 +120,29 @@ def test_a_shape_is_asked_for_when_the_lack_of_it_has_cost_enough(engine):
     assert engine.programs.pending[-1] == Decode(1, K, engine.repertoire.variants[0])
 
 
+@pytest.mark.parametrize("is_on_disk", [False, True])
+def test_a_program_on_disk_is_read_once_it_would_have_saved_the_time_of_reading(engine, is_on_disk):
+    (needed,) = needs = [Decode(1, K, engine.repertoire.variants[0])]
+    engine.programs.on_disk = set(needs * is_on_disk)
+    for lost in range(31):
+        assert engine.programs.pending == needs * (lost * 100 >= (100 if is_on_disk else 3000))
+        engine.repertoire._add_loss(needs, 100.0)
+
+
+def test_an_engine_settles_with_the_fewest_programs_that_leave_little_to_gain(engine):
+    plain = engine.repertoire.variants[0]
+    lost = {Decode(batch, k, plain): 1.0 + batch * k for batch in (1, 2, 4) for k in (0, 1)}
+    for program, milliseconds in lost.items():
+        engine.repertoire._add_loss([program], milliseconds)
+    engine.repertoire.settle(4.0)
+    left = [lost[one] for one in lost if one not in engine.programs.pending]
+    asked = [lost[one] for one in engine.programs.pending]
+    assert sum(left) <= 4.0 < sum(left) + min(asked) and max(left) <= min(asked)
+    num_asked = len(asked)
+    engine.repertoire.settle(0.0)
+    assert len(engine.programs.pending) == num_asked, "what was lost before counts once"
+
+
 def test_what_does_not_compile_is_done_without(engine):
     engine.repertoire.patience_ms = 0.0
     plain = engine.repertoire.variants[0]

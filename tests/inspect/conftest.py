@@ -1,12 +1,13 @@
 """Compilation for an H200 in a process of its own, so that this one's JAX stays on the CPU."""
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 from support.compiled_again import compile_again
+from support.compiled_archive import ARCHIVE, COMMAND, FOLDER, unpack
 from support.seeds import VARIABLE
 
 from specjax.inspect.compile import compile_functions, has_cuda_plugin
@@ -24,7 +25,7 @@ def seed(testrun_uid) -> int:
 
 @pytest.fixture(scope="session")
 def kept(request, seed) -> Iterator[Kept]:
-    """Functions that earlier runs compiled for an H200.
+    """Functions that were compiled for an H200 before: by earlier runs, or in the archive.
 
     A program is compiled if anything that goes into the compiler has changed, and every program is
     in nightly runs and with `--recompile`. Of the others each worker compiles one at random.
@@ -33,11 +34,18 @@ def kept(request, seed) -> Iterator[Kept]:
         pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
     option = request.config.getoption
     is_nightly = "nightly" in option("markexpr").replace("not nightly", "")
-    kept = Kept(
-        Path(__file__).parents[2] / ".cache" / "compiled", option("recompile") or is_nightly
-    )
+    unpack()
+    kept = Kept(FOLDER, option("recompile") or is_nightly)
     yield kept
     compile_again(kept, seed)
+    if kept.num_compiled and not kept.recompiles:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # not an error
+            warnings.warn(
+                f"{kept.num_compiled} functions were compiled that {ARCHIVE.name} does not have; "
+                f"{COMMAND} renews it",
+                stacklevel=1,
+            )
 
 
 @pytest.fixture(scope="session")

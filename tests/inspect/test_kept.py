@@ -1,6 +1,5 @@
 """Functions that are kept: what is compiled again, and what tells that a kept one is wrong."""
 
-import gzip
 import importlib.metadata
 import json
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from support.seeds import VARIABLE
 
 from specjax.inspect.compile import compile_functions
 from specjax.inspect.gpus import GPU
-from specjax.inspect.kept import Kept, digest_of
+from specjax.inspect.kept import Kept, _code_of, digest_of
 
 CODE = """
 import jax, jax.numpy as jnp, numpy as np
@@ -50,20 +49,23 @@ def test_what_changed_is_compiled_and_what_is_wrong_is_found(kept, tmp_path):
     assert not any(one["is_kept"] for one in (first, *others))
     (checked,) = compiled(FIRST, resources=True)
     assert not checked["is_kept"] and checked["resources"]
-    (anew,) = compiled(FIRST, which=Kept(kept.folder, recompiles=True))
-    assert not anew["is_kept"]
+    every = Kept(kept.folder, recompiles=True)
+    (anew,) = compiled(FIRST, which=every)
+    assert not anew["is_kept"] and every.num_compiled == 1
     compile_again(kept, seed=0)
 
     for path in kept.folder.iterdir():
-        fields = json.loads(gzip.decompress(path.read_bytes()))
+        fields = json.loads(path.read_text())
         fields["memory"]["temp"] += 1
-        path.write_bytes(gzip.compress(json.dumps(fields).encode()))
+        path.write_text(json.dumps(fields))
     kept.used.clear()
     assert compiled(FIRST)[0]["is_kept"]
     with pytest.raises(AssertionError, match=f"{VARIABLE}=7: .*'memory'"):
         compile_again(kept, seed=7)
+    with pytest.raises(RuntimeError, match="has other .'memory'. than .* delete the file"):
+        compiled(FIRST, which=every)
     for path in kept.folder.iterdir():
-        path.write_bytes(path.read_bytes()[:-9])
+        path.write_text(path.read_text()[:-9])
     with pytest.raises(RuntimeError, match="cannot be read .*delete it"):
         compiled(FIRST)
 
@@ -78,6 +80,21 @@ def test_another_version_is_another_digest(monkeypatch):
     package = SimpleNamespace(name="jaxlib", version="0.1")
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: [package])
     assert digest() != before
+    package.name = "jaxtyping"
+    without = digest()
+    package.version = "0.2"
+    assert digest() == without != before
+
+
+def test_comments_are_not_code(tmp_path):
+    file = tmp_path / "kept.py"
+
+    def code(text):
+        file.write_text(text)
+        return _code_of(file)
+
+    one = code('"""Words."""\ndef f(x):\n    """Words."""\n    return x')
+    assert one == code("def f(x):\n    return x  # words") != code("def f(x):\n    return -x")
 
 
 def test_the_seed_is_stated(seed, record_property):

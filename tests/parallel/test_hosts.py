@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from support.host_processes import LIMIT, run_all, serve_all, start
+from support.host_processes import LIMIT, run_all, same, serve_all, start
 from support.refusals import refusal
 from support.shared_models import eagle3, hybrid, llama
 from support.weights import rewrite
@@ -93,7 +93,8 @@ def test_two_processes_give_what_one_gives(checkpoints):
         for part in plan:
             expected = run_all(**part)
             assert expected["num_preemptions"] and expected["hits"] and expected["counts"][1]
-            assert said(leader) == {"found": expected}
+            reply = said(leader)
+            assert same(reply, {"found": expected}), reply
             assert said(follower) == {"found": None}
         error, seconds = error_after(leader, lambda: follower.send_signal(signal.SIGSTOP))
         assert error.startswith("HostsError: process 1 (") and "does not answer" in error
@@ -113,7 +114,8 @@ def test_three_processes_of_a_trainer(checkpoints, tmp_path):
     with processes({**part, "then": "serve"}, count=3, is_trainer=True) as (leader, *others):
         expected = serve_all(**part)
         assert expected["found"][-3:] == [True, True, True]
-        assert said(leader) == {"found": expected}
+        reply = said(leader)
+        assert same(reply, {"found": expected}), reply
         assert [said(one) for one in others] == [{"found": None}] * 2
         assert [one.wait(20) for one in (leader, *others)] == [0, 0, 0]
 

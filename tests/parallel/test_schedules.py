@@ -152,7 +152,7 @@ def rounded(logprobs):
 @pytest.mark.parametrize(
     "verification",
     [
-        pytest.param(one, marks=[pytest.mark.nightly] * (one == "synthetic"))
+        pytest.param(one, marks=[pytest.mark.nightly] * (one in ("block", "synthetic")))
         for one in (None, *VERIFICATIONS)
     ],
 )

@@ -259,10 +259,14 @@ import sys, jax, time
 jax.config.update("jax_platforms", "cpu")
 from unittest.mock import patch
 from specjax.cli import main
+from specjax.engine.compiler import Compiler
 from support.texts import simulated_llm
 llm = simulated_llm(sys.argv[1], max_model_len=256, decode_batches=None, prefill_shapes=None)
 step = llm.engine.step
 llm.engine.step = lambda: time.sleep(0.02) or step()
+compiler = Compiler(lambda program, is_urgent: time.sleep(100))  # nobody waits for its program
+compiler.ask(["a program"], is_urgent=False)
+llm.engine.programs.close = compiler.close
 with patch("specjax.async_llm.LLM", lambda *_, **__: llm):
     sys.exit(main(["serve", "tiny", "--port", sys.argv[2]]))
 """

@@ -6,14 +6,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from specjax.engine.compiled import Toolchain
+from specjax.engine.compiled import CompiledPrograms, Toolchain
 from specjax.engine.compiler import FOR_ALL
+from specjax.engine.engine import Engine
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -39,6 +41,7 @@ MAX_KEPT = 12
 KEPT = Kept()
 # Programs are not kept on disk, because tests change them, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
+QUICK = replace(TOOLCHAIN, options={})  # for programs that `compile_quickly` is for
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 MAX_BYTES, ROOM = 5 << 28, 1 << 29  # of resident memory; ROOM is for other libraries
 
@@ -67,6 +70,17 @@ def compile_quickly() -> None:
         flags = os.environ.get("XLA_FLAGS", "")
         quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
+
+
+def compile_in_child(root: Path) -> None:
+    """Compile in a process that a test starts as in the test's own process.
+
+    `root` is the folder of the repository. Call this before the process compiles anything.
+    """
+    share_compilations(root / ".cache" / "jax")
+    compile_quickly()
+    make = partial(CompiledPrograms, toolchain=QUICK)
+    Engine.make_programs = staticmethod(make)
 
 
 def count_maps() -> int:

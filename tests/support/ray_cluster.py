@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
+from support.compilations import compile_in_child
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,12 +18,8 @@ def ray_cluster(num_devices: int = 1) -> Iterator[Any]:
     found = pytest.importorskip("ray")
     environment = {
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "ray"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
-        # As the tests' own programs are compiled.
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(jax.config.values["jax_disable_most_optimizations"]),
     }
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # of Ray's own start
@@ -33,7 +29,15 @@ def ray_cluster(num_devices: int = 1) -> Iterator[Any]:
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
-            runtime_env={"env_vars": environment},
+            runtime_env={
+                "env_vars": environment,
+                "worker_process_setup_hook": f"{__name__}.compile_as_here",
+            },
         )
     yield found
     found.shutdown()
+
+
+def compile_as_here() -> None:
+    """Compile in a worker as in the tests' own process. Ray calls this when a worker starts."""
+    compile_in_child(ROOT)

@@ -70,6 +70,7 @@ class SimulatedPrograms:
         self.ready: set[Program] = set()
         self.failures: dict[Program, Exception] = {}  # of those that do not compile
         self.pending: list[Program] = []  # programs being compiled; each wait completes one
+        self.on_disk: set[Program] = set()
         self.is_slow = False  # whether programs are compiled in the background
         self.pace = 0.1  # probability that a launch completes one
         self._num_late = 0
@@ -97,6 +98,9 @@ class SimulatedPrograms:
     @property
     def compilations(self) -> Compilations:
         return Compilations(len(self.ready), self._num_late, len(self.pending), 0.0)
+
+    def are_on_disk(self, programs: Iterable[Program]) -> bool:
+        return all(one in self.ready or one in self.on_disk for one in programs)
 
     @property
     def is_compiling(self) -> bool:

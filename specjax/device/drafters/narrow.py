@@ -11,6 +11,7 @@ import jax
 from specjax.checkpoint.given import dotted
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.loading import Log, no_log
 from specjax.device.weights.narrow import narrow
 from specjax.device.weights.weight import Weight, is_weight
 
@@ -21,12 +22,13 @@ _PLAIN = {"embedding", "router", "shared_gate"}
 _WHERE = "speculative_config"
 
 
-def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
+def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) -> Any:
     """Return a drafter's parameters with projections quantised as `config` says.
 
     `config.head_dtype` applies to the drafter's own output heads, and `config.quantization` to all
-    other projections. Weights that are quantised already are unchanged. If `params` are shapes,
-    shapes are returned.
+    other projections. Weights that are quantised already are unchanged, as are weights that cannot
+    have such numbers (see `narrow`). `log` receives a line with the number of the latter. If
+    `params` are shapes, shapes are returned.
 
     Raises:
         ValueError: an option is set, but all weights to which it applies are quantised already.
@@ -39,7 +41,15 @@ def narrow_drafter(params: Any, config: SpeculativeConfig) -> Any:
         own = [(path, x) for path, x in named if _option_of(path) == name]
         if value and own and all(x.numbers for _, x in own):
             _refuse(name, value, own[0][0])
-    return _narrowed(params, chosen)
+    made = _narrowed(params, chosen)
+    plain = [dotted(path) for path, x in _weights(made) if not x.numbers]
+    if kept := [path for path in plain if _value_for(path, chosen)]:
+        log(
+            f"{len(kept)} of the drafter's {len(named)} matrices stay plain, such as {kept[0]}: "
+            f"{_value_for(kept[0], chosen)!r} does not exist for their kind, or their inputs on a "
+            "device are not a multiple of its groups"
+        )
+    return made
 
 
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
@@ -64,8 +74,7 @@ def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig |
 
 def _narrowed(params: Any, chosen: dict[str, str | None]) -> Any:
     def of(path: Any, x: Any) -> Any:
-        option = _option_of(dotted(path)) if is_weight(x) and not x.numbers else None
-        value = option and chosen[option]
+        value = _value_for(dotted(path), chosen) if is_weight(x) and not x.numbers else None
         return narrow(x, value) if value else x
 
     return jax.tree_util.tree_map_with_path(of, params, is_leaf=is_weight)
@@ -74,6 +83,12 @@ def _narrowed(params: Any, chosen: dict[str, str | None]) -> Any:
 def _weights(tree: Any) -> list[tuple[Any, Weight]]:
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_weight)
     return [(path, x) for path, x in found if is_weight(x)]
+
+
+def _value_for(path: str, chosen: dict[str, str | None]) -> str | None:
+    """Return the value of the option for the weight at a path; None if it is not set."""
+    option = _option_of(path)
+    return option and chosen[option]
 
 
 def _option_of(path: str) -> str | None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.host.speculation.contexts import context_bucket
+from specjax.host.speculation.contexts import context_bucket, context_buckets
 from specjax.host.speculation.rounds import DecodeLoad
 from specjax.host.speculation.step_cost import StepCost
 
@@ -53,10 +53,11 @@ class Fairness:
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
-        buckets = [context_bucket(length) for length in load.requests.lengths]
-        counts = Counter(buckets)
-        if len(counts) < 2:
+        lengths = load.requests.lengths
+        if context_bucket(min(lengths)) == context_bucket(max(lengths)):
             return None
+        buckets = context_buckets(lengths)
+        counts = Counter(buckets)
         kinds = [kind for kind, count in counts.items() if count >= MIN_SHARE * len(buckets)]
         members = np.array(buckets)[:, None] == np.array(kinds)
         doubt = cost.spread(load.num_sequences, 0, load.num_context) if cost else 0.0

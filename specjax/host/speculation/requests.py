@@ -69,14 +69,20 @@ class RequestRates:
     """
 
     def __init__(self, max_drafts: int):
-        self._max_drafts, self._positions = max_drafts, np.arange(max_drafts)
+        # What a round adds to a request's counts, by its numbers of drafts and of accepted drafts.
+        some, positions = np.arange(max_drafts + 1), np.arange(max_drafts)
+        num_verified = np.minimum(some + 1, some[:, None])
+        ends = np.stack(np.broadcast_arrays(some, num_verified), axis=-1)
+        self._added = (positions < ends[..., None]).astype(float)  # f64[K + 1, K + 1, 2, K]
+        self._kept = 1 - (some[:, None, None] > 0) / MEMORY_ROUNDS  # of earlier counts
         self.reset()
 
     def reset(self) -> None:
         """Forget all requests."""
         self._rows: dict[Hashable, int] = {}
-        # The numbers of accepted and of verified drafts, by row and position: f64[2, rows, K].
-        self._counts = np.zeros((2, 0, self._max_drafts))
+        self._last: tuple[list[Hashable], Any] = [], ()  # the last keys, and their rows
+        # The numbers of accepted and of verified drafts, by row and position: f64[rows, 2, K].
+        self._counts = np.zeros((0, *self._added.shape[2:]))
 
     def rates(
         self, requests: ReadyRequests, rates_of: Callable[[Hashable, int], Sequence[float]]
@@ -86,14 +92,14 @@ class RequestRates:
         `rates_of(group, bucket)` returns the prior rates for requests of a group, with lengths in
         this bucket (see `contexts`).
         """
+        pairs = list(zip(requests.groups, context_buckets(requests.lengths), strict=True))
+        kinds = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}
+        priors = PRIOR_WEIGHT * np.array([conditional(rates_of(*pair)) for pair in kinds])
+        if len(kinds) > 1:
+            priors = priors[[kinds[pair] for pair in pairs]]
         rows = self._find(requests.keys)
-        kinds: dict[tuple[Hashable, int], int] = {}
-        pairs = zip(requests.groups, context_buckets(requests.lengths), strict=True)
-        kind = [kinds.setdefault(pair, len(kinds)) for pair in pairs]
-        priors = np.array([conditional(rates_of(*pair)) for pair in kinds])
-        accepted, verified = self._counts[:, rows]
-        accepted += (PRIOR_WEIGHT * priors)[kind]
-        return (accepted / (verified + PRIOR_WEIGHT)).cumprod(axis=1)
+        accepted, verified = self._counts[rows].swapaxes(0, 1)
+        return ((accepted + priors) / (verified + PRIOR_WEIGHT)).cumprod(axis=1)
 
     @staticmethod
     def sums(
@@ -124,25 +130,24 @@ class RequestRates:
     def observe(self, outcomes: RequestOutcomes) -> None:
         """Count the drafts of a round, and reduce the weight of earlier drafts."""
         rows = self._find(outcomes.keys)
-        num_drafts, num_accepted = np.array(outcomes[1:])[..., None]
-        keep = 1 - (num_drafts > 0) / MEMORY_ROUNDS
-        ends = np.array((num_accepted, np.minimum(num_accepted + 1, num_drafts)))
-        self._counts[:, rows] = keep * self._counts[:, rows] + (self._positions < ends)
+        num_drafts, num_accepted = np.array(outcomes[1:], int)
+        kept = self._kept[num_drafts] * self._counts[rows]
+        self._counts[rows] = kept + self._added[num_drafts, num_accepted]
 
     def fade(self, keys: Sequence[Hashable], factor: float) -> None:
         """Multiply these requests' counts by `factor`, so that rates approach the prior rates."""
         rows = self._find(keys)
-        self._counts[:, rows] *= factor
+        self._counts[rows] *= factor
 
-    def _find(self, keys: Sequence[Hashable]) -> list[int]:
+    def _find(self, keys: Sequence[Hashable]) -> Any:
         """Return the index of each request's row of counts. New requests get rows of zeros."""
-        rows = [self._rows.get(key, -1) for key in keys]
-        if -1 in rows:
-            self._make_room(keys)
-            for key in keys:
-                self._rows.setdefault(key, len(self._rows))
-            rows = [self._rows[key] for key in keys]
-        return rows
+        if self._last[0] != keys:  # usually the same requests ask again
+            if any(key not in self._rows for key in keys):
+                self._make_room(keys)
+                for key in keys:
+                    self._rows.setdefault(key, len(self._rows))
+            self._last = list(keys), np.array([self._rows[key] for key in keys], int)
+        return self._last[1]
 
     def _make_room(self, keys: Sequence[Hashable]) -> None:
         """Make room for the new requests among `keys`, if necessary.
@@ -150,7 +155,7 @@ class RequestRates:
         The arrays grow, or all requests except `keys` are forgotten.
         """
         needed = len(self._rows) + len(keys)
-        if needed <= self._counts.shape[1]:
+        if needed <= len(self._counts):
             return
         if needed > 2 * (len(keys) + _ROOM):
             known = [key for key in dict.fromkeys(keys) if key in self._rows]
@@ -159,4 +164,4 @@ class RequestRates:
         else:
             kept = list(self._rows.values())
         room = 2 * (len(keys) + _ROOM) - len(kept)
-        self._counts = np.pad(self._counts[:, kept], ((0, 0), (0, room), (0, 0)))
+        self._counts = np.pad(self._counts[kept], ((0, room), (0, 0), (0, 0)))

@@ -23,6 +23,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
+from operator import mul
 from statistics import median
 
 from specjax.host.speculation.contexts import context_bucket
@@ -32,6 +33,8 @@ _NUM_KEPT = 31  # number of a point's last rounds whose median counts
 _CLIP = 0.15  # log ratios are clipped to at most this size
 _SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds of a point before it updates the drift; that update's gain
 _SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
+# The standard deviation of a point's estimate, by the number of its rounds.
+_SPREADS = [(REPLAY_SPREAD**-2 + n * ROUND_SPREAD**-2) ** -0.5 for n in range(_NUM_KEPT + 1)]
 
 Column = Mapping[int, float]  # milliseconds by K
 Points = Mapping[int, Column]  # by batch size
@@ -73,7 +76,9 @@ class StepCost:
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
         self._long: dict[_Place, _Row] = {}  # for buckets after the first
-        self._known: dict[_Place, tuple[Column, Column]] = {}  # see `_estimates`
+        # Results of `_estimates`, and of `_columns` by (batch size, bucket). Cleared when times change.
+        self._known: dict[_Place, tuple[Column, Column]] = {}
+        self._found: dict[tuple[int, int], tuple[Column, Column]] = {}
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
         """Return a `StepCost` with the measured times, for the given Ks and batch sizes.
@@ -106,7 +111,7 @@ class StepCost:
             row.move(times)
         self._row(batch_size).forget(self.ks.index(k))
         self._long.clear()
-        self._known.clear()
+        self._forget()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the milliseconds of a round of k drafts.
@@ -115,13 +120,10 @@ class StepCost:
         the known range has the times of the nearest known batch size. A K below all known Ks has
         the time of the smallest known K. Times for Ks above all known Ks are extrapolated.
         """
-        bucket = context_bucket(num_context / batch_size)
-        if self._is_padded:
-            points, estimates = self._estimates((self._index(batch_size), bucket))
-        else:
-            places = [(index, bucket) for index in range(len(self.batches))]
-            both = zip(*map(self._estimates, places), strict=True)
-            points, estimates = (self._between(columns, batch_size) for columns in both)
+        known = batch_size, context_bucket(num_context / batch_size)
+        if known not in self._found:
+            self._found[known] = self._columns(*known)
+        points, estimates = self._found[known]
         point, estimate = _along_k(points, k), _along_k(estimates, k)
         context = self.context_ms(k, num_context)
         return estimate * (1 + context / point) * math.exp(self._drift)
@@ -141,8 +143,7 @@ class StepCost:
         `k` must be one of `ks`. For `num_context`, see `ms`.
         """
         place = self._index(batch_size), context_bucket(num_context / batch_size)
-        num_served = len(self._row_at(place).served[self.ks.index(k)])
-        return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
+        return _SPREADS[len(self._row_at(place).served[self.ks.index(k)])]
 
     def padded(self, batch_size: int) -> int:
         """Return the size in `batches` to which `batch_size` is padded."""
@@ -161,7 +162,19 @@ class StepCost:
             surprise -= drift
         now = math.log(estimates[k] / points[k])
         row.add(column, now + _clipped(surprise - now))
+        self._forget()
+
+    def _forget(self) -> None:
         self._known.clear()
+        self._found.clear()
+
+    def _columns(self, batch_size: int, bucket: int) -> tuple[Column, Column]:
+        """Return the known time and the estimated time of each K for any batch size."""
+        if self._is_padded:
+            return self._estimates((self._index(batch_size), bucket))
+        places = [(index, bucket) for index in range(len(self.batches))]
+        known, estimates = zip(*map(self._estimates, places), strict=True)
+        return self._between(known, batch_size), self._between(estimates, batch_size)
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
         """Return the known time and the estimated time of each K, both without context.
@@ -183,8 +196,9 @@ class StepCost:
 
     def _row_at(self, place: "_Place") -> "_Row":
         index, bucket = place
-        base = self._rows[index]
-        return self._long.setdefault(place, _Row(base.points)) if bucket else base
+        if bucket and place not in self._long:
+            self._long[place] = _Row(self._rows[index].points)
+        return self._long[place] if bucket else self._rows[index]
 
     def _between(self, columns: Sequence[Column], batch_size: int) -> Column:
         rows = {b: list(column.values()) for b, column in zip(self.batches, columns, strict=True)}
@@ -217,6 +231,8 @@ class _Row:
         self.points = points
         self.served = [deque(maxlen=_NUM_KEPT) for _ in points]
         self.levels = [0.0 for _ in points]  # medians of `served`
+        self._ms = list(points)  # the times at these levels
+        self._weights = [0.0 for _ in points]
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
@@ -225,8 +241,7 @@ class _Row:
         `surprise` is the logarithm of this time divided by the known time.
         """
         self.served[column].append(surprise)
-        self.levels[column] = median(self.served[column])
-        self._sum()
+        self._sum(column)
 
     def move(self, points: Sequence[float]) -> None:
         """Replace the known times by `points`, and keep the served times."""
@@ -234,14 +249,13 @@ class _Row:
             moved = [x + math.log(old / new) for x in served]
             served.clear()
             served.extend(moved)
-        self.levels = [median(served) if served else 0.0 for served in self.served]
         self.points = points
-        self._sum()
+        self._sum(*range(len(points)))
 
     def forget(self, column: int) -> None:
         """Forget the served times of the K with the index `column`."""
         self.served[column].clear()
-        self._sum()
+        self._sum(column)
 
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
@@ -250,27 +264,21 @@ class _Row:
         has no served times, its estimate is kept between the served times of smaller and larger Ks.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
-        replayed = [point * math.exp(shared) for point in self.points]
-        served = [point * math.exp(x) for point, x in zip(self.points, self.levels, strict=True)]
-        counts = [len(column) for column in self.served]
-        lows = [ms if n else 0.0 for ms, n in zip(served, counts, strict=True)]
-        highs = [ms if n else math.inf for ms, n in zip(served, counts, strict=True)]
-        lows = accumulate([0.0, *lows], max)
-        highs = [*accumulate([math.inf, *reversed(highs)], min)][-2::-1]
-        bounds = zip(replayed, lows, highs, strict=False)
-        return self.corrected([min(max(ms, low), high) for ms, low, high in bounds])
+        factor = math.exp(shared)
+        served = list(zip(self._ms, self._weights, strict=True))
+        lows = accumulate([0.0, *[ms if weight else 0.0 for ms, weight in served]], max)
+        highs = [ms if weight else math.inf for ms, weight in reversed(served)]
+        highs = [*accumulate([math.inf, *highs], min)][-2::-1]
+        bounds = zip(self.points, lows, highs, strict=False)
+        return self.corrected([min(max(ms * factor, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
         """Return the time of each K, a geometric mean of the times in serving and of `prior`.
 
         The weight of the times in serving grows with their number.
         """
-        result = []
-        columns = zip(prior, self.points, self.levels, self.served, strict=True)
-        for ms, point, level, served in columns:
-            weight = _weight(len(served))
-            result.append((point * math.exp(level)) ** weight * ms ** (1 - weight))
-        return result
+        columns = zip(prior, self._ms, self._weights, strict=True)
+        return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]
 
     def near(self, prior: Sequence[float]) -> list[float]:
         """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
@@ -278,15 +286,18 @@ class _Row:
         All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
         without served times changes, too.
         """
-        known = zip(self.served, self.levels, prior, self.points, strict=True)
-        moves = (_weight(len(n)) * (level - math.log(ms / own)) for n, level, ms, own in known)
+        known = zip(self._weights, self.levels, prior, self.points, strict=True)
+        moves = (weight * (level - math.log(ms / own)) for weight, level, ms, own in known)
         shift = math.exp(sum(moves) / (self.weight + _SHARED_WEIGHT))
         return self.corrected([ms * shift for ms in prior])
 
-    def _sum(self) -> None:
-        weights = [_weight(len(column)) for column in self.served]
-        self.weight = sum(weights)
-        self.total = sum(w * level for w, level in zip(weights, self.levels, strict=True))
+    def _sum(self, *columns: int) -> None:
+        for i in columns:
+            served = self.served[i]
+            self.levels[i] = median(served) if served else 0.0
+            self._ms[i] = self.points[i] * math.exp(self.levels[i])
+            self._weights[i] = _weight(len(served))
+        self.weight, self.total = sum(self._weights), sum(map(mul, self._weights, self.levels))
 
 
 def _weight(num_served: int) -> float:

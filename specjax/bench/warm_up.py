@@ -1,0 +1,52 @@
+"""Brings an engine to its steady state before a measurement.
+
+An engine begins with few programs, and compiles others when their absence has cost enough time. A
+measurement would see both the time before and the time after, so all of them are compiled first.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specjax.bench.datasets.queries import Query
+from specjax.bench.offline import Offline
+
+ALLOWED = 0.05  # of a run's time, lost without programs that are then left out
+MAX_SECONDS = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """How an engine was warmed up.
+
+    Attributes:
+        num_runs: number of runs of all prompts.
+        seconds: their time, and the time of compiling.
+        is_settled: whether the last run needed no further program.
+    """
+
+    num_runs: int
+    seconds: float
+    is_settled: bool
+
+
+def warm_up(offline: Offline, queries: Sequence[Query], min_runs: int) -> WarmUp:
+    """Run all prompts at least `min_runs` times, and until a run has all programs that it needs.
+
+    After each run, the programs whose absence cost the run the most are compiled. A run has all the
+    programs that it needs if none became ready in it or after it. Then it lost at most `ALLOWED` of
+    its time, unless a program does not compile. After `MAX_SECONDS`, only the runs of `min_runs`
+    begin.
+    """
+    start, num_runs, is_settled = time.perf_counter(), 0, False
+    while num_runs < min_runs or not (is_settled or time.perf_counter() - start >= MAX_SECONDS):
+        num_programs = offline.llm.metrics().num_compilations
+        offline.llm.reset_prefix_cache()
+        batch = offline.generate(queries)
+        for engine in offline.llm.engine.engines:
+            engine.repertoire.settle(1e3 * ALLOWED * batch.seconds)
+            engine.programs.finish(show_progress=True)
+        num_runs += 1
+        is_settled = offline.llm.metrics().num_compilations == num_programs
+    seconds = time.perf_counter() - start
+    return WarmUp(num_runs=num_runs, seconds=seconds, is_settled=is_settled)
