@@ -36,7 +36,7 @@ PAGE_FORMATS = {"fp8": FP8, "fp8_e4m3": FP8, "int8": INT8, "int8_per_token_head"
 
 
 def page_format(dtype: Any) -> PageFormat | None:
-    """Return the 8-bit format of pools with `dtype`; None if these hold unquantised numbers."""
+    """Return the 8-bit format of pools with `dtype`; None if the numbers are not quantised."""
     known = *PAGE_FORMATS.values(), FP8_BYTES
     return next((one for one in known if one.dtype == str(dtype)), None)
 

@@ -53,9 +53,10 @@ def float8_of(codes: jax.Array) -> jax.Array:
 def widened_after(x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
     """Return quantised `values` as numbers of `dtype`, to be multiplied by x.
 
-    On a CPU, the result is computed in a way that makes XLA believe that it depends on x.
-    Otherwise, XLA would widen the matrices of all layers at the start of a program, in memory that
-    is allocated for each call. This took four times as long as all products.
+    On a CPU, XLA would widen the matrices of all layers at the start of a program, in memory that
+    is allocated for each call. That took four times as long as all products. So on a CPU, this
+    function computes the result from `values` and x, although x does not change the result. XLA
+    then widens a matrix only after x has been computed.
     """
 
     if not x.size:

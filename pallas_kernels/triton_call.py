@@ -128,12 +128,13 @@ def barrier(values: Any) -> Any:
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
     """Return `a * b + c` for f32 arrays of one shape, as one fused multiply-add.
 
-    Only the sum is rounded; the product a * b is not. If c is itself a product in the program, it
-    is rounded to f32 before.
+    Only the sum is rounded; the product a * b is not. If c is the result of another product, c is
+    rounded to f32 before it is added.
 
-    A compiler may or may not fuse a product into the sum that follows, so results would depend on
-    it. This function always compiles to the same instruction. Interpret mode lacks the instruction.
-    There, an optimisation barrier keeps the compiler from fusing the product in c.
+    A compiler may or may not fuse a product into the sum that follows, so the bits of a plain
+    `a * b + c` depend on the compiler. This function always compiles to the same instruction.
+    Interpret mode lacks the instruction, and computes a plain `a * b + c`. An optimisation barrier
+    then keeps the compiler from fusing the product that gives c.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
@@ -244,7 +245,7 @@ def widen_e2m1(x: jax.Array, dtype: Any, *, interpret: bool) -> tuple[jax.Array,
 
     The numbers are floats of 4 bits: a sign, an exponent of two bits, and one bit of mantissa. For
     bf16, inline assembly shifts these bits to the places of sign, exponent and mantissa in a bf16.
-    It multiplies by 2^126, because the two formats have different exponent biases (1 and 127).
+    Then it multiplies the bf16 by 2^126, because the exponent biases of the formats are 1 and 127.
     """
     if interpret or dtype != jnp.bfloat16 or backend() != "pallas":
         low, high = (e2m1(part).astype(dtype) for part in _halves(x))

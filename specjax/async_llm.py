@@ -206,7 +206,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
     ) -> Generation:
         """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
 
-        See `generate_stream`.
+        `generate_stream` explains the other arguments.
 
         Raises:
             ValueError: a lora_request is given; other errors are raised when iterating or awaiting.

@@ -382,7 +382,7 @@ class LLM(CorpusMethods, VllmMethods):
             return self.engine.step()
 
     def _drain(self) -> None:
-        """Read the steps in flight, if no other thread has work for the engine."""
+        """Read the results of steps in flight, if no other thread has work for the engine."""
         with self._lock:
             if not self._is_closed:
                 self.engine.drain()

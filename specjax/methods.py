@@ -15,8 +15,8 @@ class Method(NamedTuple):
     Attributes:
         needs_model: whether the method needs a separate checkpoint.
         has_weights: whether the drafter has weights, in its own or in the target's checkpoint.
-        needs_shape: whether the target's shapes determine the drafter's. Then a report that reads
-            no weights does not need the drafter's checkpoint.
+        needs_shape: whether the target's shapes determine the drafter's shapes. Then `specjax info`
+            can describe the drafter without its checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
         takes_sources: whether drafts of other sources may replace the drafter's own drafts.

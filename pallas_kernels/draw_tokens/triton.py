@@ -1,9 +1,9 @@
 """Sampling in two Triton kernels.
 
 The first kernel finds the best token of every tile of a row, and the second kernel the best token
-of the row. Rows with a temperature above 0 are bound by arithmetic, not by memory. So two tokens
-share a call of threefry, and the noise uses the GPU's approximate logarithms where these are
-accurate.
+of the row. Rows with a temperature above 0 are bound by arithmetic, not by memory. So one call of
+threefry gives the random bits of two tokens, and the noise is computed with the GPU's approximate
+logarithms where these are accurate.
 """
 
 import functools

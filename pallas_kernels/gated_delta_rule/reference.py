@@ -111,9 +111,9 @@ def _read_pending(
 
     Pending tokens are accepted tokens that the state lacks, and M is their maximum number. e^g and
     beta are [B, M, H_v]; the other arrays have one more axis. For pending tokens, e^g, k and u come
-    from the cache's ring buffers. q, v and beta are zero, because a pending token needs no output
-    and its u is known. If fewer than M tokens are pending, the earlier ones of the M tokens have
-    e^g = 1 and zeros, which leave every state unchanged.
+    from the cache's ring buffers. q, v and beta are zero: q serves only to compute outputs, and v
+    and beta serve only to compute u. If fewer than M tokens are pending, the tokens before them
+    have e^g = 1, and zeros in the other arrays. These values leave every state unchanged.
     """
     heads, max_pending = cache.heads, cache.max_pending
     places = starts[:, None] + jnp.arange(-max_pending, 0)[None]
@@ -258,11 +258,10 @@ def advance(
     beta: jax.Array,
     known: jax.Array | float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the states f32[B, H_v, D_v, D_k] after one token, and the token's output and u.
+    """Return the states f32[B, H_v, D_v, D_k] after one token, the token's output, and u.
 
-    The output and u, the correction of the state, are f32[B, H_v, D_v]. u is `known` +
-    beta (v - S k). For a new token, `known` is 0. For a pending token, beta is 0 and `known` is
-    its u.
+    u is the correction of the state, `known` + beta (v - S k). For a new token, `known` is 0. For a
+    pending token, beta is 0, and `known` is the token's u. The output and u are f32[B, H_v, D_v].
     """
     s = s * decay[..., None, None]
     u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))

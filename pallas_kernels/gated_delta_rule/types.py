@@ -21,7 +21,10 @@ class Heads(NamedTuple):
 
     @property
     def inputs(self) -> int:
-        """The width of q | k | v, output gate z, and each value head's write gate b and decay a."""
+        """The width of a row's projection: q | k | v, the output gate z, and the gates b and a.
+
+        Each value head has one write gate b and one decay a.
+        """
         return self.channels + self.num_values * (self.value_dim + 2)
 
 

@@ -48,7 +48,7 @@ def multiply_packed(
     starts = (0,) if form.group % (2 * half) == 0 else (0, half)
 
     def of_groups(ref, run, other):
-        """Return the scales or zeros of the run's groups; `other` past the last group."""
+        """Return the scales or zeros in `ref` of a run's groups; `other` past the last group."""
         found = []
         for start in starts:
             at = jax.lax.div((first_run + run) * 2 * half + start, jnp.int32(form.group))
@@ -63,7 +63,7 @@ def multiply_packed(
         return of_groups(scales_ref, run, 0.0)
 
     def numbers_of(run):
-        """Return a run's numbers minus zero points: first from lower bits, then from upper bits."""
+        """Return the numbers in the lower and upper bits of a run's bytes, minus zero points."""
         byte = (first_run + run) * half + jnp.arange(half)[None]
         mask = is_column[:, None] & (byte < num_bytes)
         stored = load(values_ref.at[(*tile.group, outputs[:, None], byte)], mask=mask, other=0)

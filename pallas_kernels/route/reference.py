@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Rule(NamedTuple):
-    """How a router chooses experts and weights them, as Python values.
+    """How a router chooses experts and computes their weights.
 
     Experts may be divided into groups. A row then chooses experts only from its best groups. Groups
     are ranked by the sum of the two best scores in each group.
@@ -21,7 +21,10 @@ class Rule(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """The routes of N rows. Entry n C + c is the pair of row n and its c-th best expert."""
+    """The C chosen experts of each of N rows.
+
+    Entry n C + c is the pair of row n and its c-th best expert.
+    """
 
     weights: jax.Array  # f32[N, C]
     experts: jax.Array  # i32[N, C], the best first

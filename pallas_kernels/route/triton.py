@@ -1,10 +1,14 @@
-"""A Triton kernel for routes, which is a single program.
+"""A Triton kernel that finds the experts of each row, and the rows of each expert.
+
+The kernel is a single program.
 
 If possible, all scores of a row are in the registers of one warp. Scores are mapped to sortable
 integers, called keys. To choose an expert, the kernel finds the maximum key of a row. It replaces
 the i-th maximum by `LOWEST` + i, which is below the keys of all scores. So the expert is not chosen
-twice, and its rank is known. No sort is needed: a row chooses an expert at most once, so an entry's
-place within its expert is the number of earlier rows that chose the same expert.
+twice, and its rank is known.
+
+A row chooses an expert at most once. So the place of a row among the rows of an expert is the
+number of earlier rows that chose this expert, and no sort is needed.
 """
 
 from collections.abc import Callable

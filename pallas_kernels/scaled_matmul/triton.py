@@ -63,7 +63,11 @@ def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> Sc
 def with_splits(
     config: ScaledMatmulTuning, num_rows: int, num_columns: int, depth: int
 ) -> ScaledMatmulTuning:
-    """Return `config`, with the depth divided among programs if there would be few programs."""
+    """Return `config` with `num_splits` set: how many programs share the depth of a tile.
+
+    Several programs share it if there are few tiles, so that the whole GPU has work. The depth is
+    the number of inputs.
+    """
     blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
     tiles = pl.cdiv(depth, config.block_depth)
     fits = [n for n in (2, 4, 8) if n * blocks <= MAX_PROGRAMS and n * MIN_TILES <= tiles]

@@ -39,9 +39,9 @@ def truncate(
         top_k: i32[N]; 0 to keep all tokens.
         top_p: f32[N]; 1 to keep all tokens.
         min_p: f32[N]; 0 to keep all tokens.
-        axis: the mesh axis over whose devices the columns are split, inside `shard_map`; None if
-            they are not split. If they are split, plain JAX runs, with 8 exchanges of 60 bytes per
-            row for top_k, and 8 more for top_p.
+        axis: inside `shard_map`, the mesh axis over which the columns are split; None if they are
+            not split. If they are split, plain JAX runs, with 8 exchanges of 60 bytes per row for
+            top_k, and 8 more for top_p.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:

@@ -28,17 +28,17 @@ class RowCandidates(NamedTuple):
     room: int
 
     def total(self) -> tuple[jax.Array, jax.Array]:
-        """Return the number of candidates, and whether all tiles had room for their candidates."""
+        """Return the number of candidates, and whether no tile has more than `room` candidates."""
         num_tiles = self.in_tile.shape[1]
         tiles = jnp.arange(pl.next_power_of_2(num_tiles))
         counts = load(self.in_tile.at[self.row, tiles], mask=tiles < num_tiles, other=0)
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return the places of some candidates, and whether each candidate exists.
+        """Return the places of some candidates in `logits`, and whether each candidate exists.
 
         Args:
-            lane: the numbers of these candidates, counted tile by tile.
+            lane: indices of the candidates, if a row's candidates are counted tile by tile.
             unrolls: whether to load the counts of all tiles at once, which takes registers.
         """
 

@@ -21,9 +21,10 @@ STEP_BITS = 2  # bits of the threshold found per read of a row
 
 
 def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
-    """Write a lower bound of the smallest logit to keep, and the row's maximum and sum of weights.
+    """Write a row's maximum, its sum of weights, and a lower bound of the smallest logit to keep.
 
-    The bound is a key (see `ordered`). If no token is to be excluded, only the bound 0 is written.
+    The bound is a key (see `ordered`). If the row's settings exclude no token, the kernel writes
+    only the bound 0.
     """
     row = pl.program_id(0)
     asked = Asked.read(refs[:4], row, vocab_size)
@@ -60,7 +61,10 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
 def select_kernel(
     _, logits_ref, tokens_ref, counts_ref, *refs, vocab_size: int, tile_room: int, few: int
 ):
-    """If a row has few candidates, find the threshold among them, and exclude those below it."""
+    """Find a row's threshold among its candidates, and exclude candidates below the threshold.
+
+    Nothing is done if the row has more than a few candidates.
+    """
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)
     count, has_room = candidates.total()
@@ -85,10 +89,11 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """If a row has many candidates, find the threshold among them, and exclude those below it.
+    """Truncate a row that has many candidates: find its threshold, and exclude lower candidates.
 
-    The search takes more registers than in `select_kernel`, or reads the candidates again for every
-    few bits of the threshold. It reads the whole row if a tile had no room for its candidates.
+    `select_kernel` truncates rows that have few candidates. Here, the search takes more registers,
+    or reads the candidates again for every few bits of the threshold. If a tile had no room for all
+    of its candidates, the search reads the whole row.
     """
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)

@@ -30,9 +30,10 @@ class SplitColumns:
     def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
         """Return each row's highest threshold that keeps enough weight; see `AllColumns`.
 
-        The devices find the threshold digit by digit, from the highest digit on. To find a digit of
-        four bits, they exchange 15 sums per row at once. In every exchange, the devices wait for
-        each other, so four exchanges of one sum would take longer.
+        The devices find the threshold digit by digit, from the highest digit on. A digit has four
+        bits, so the devices exchange 15 sums per row to find it. Finding the bits one by one would
+        take four exchanges of one sum each, which is slower: in every exchange, the devices wait
+        for each other.
         """
         digits = jnp.arange(1, 1 << DIGIT_BITS, dtype=jnp.uint32)[None]
 

@@ -117,7 +117,7 @@ def truncate_triton(
 
 
 def _parts(tile: jax.Array, *, size: int, columns: int) -> list[jax.Array]:
-    """Return the tokens of a tile, as a list of arrays of `columns` tokens."""
+    """Return the token ids of a tile, as a list of arrays of `columns` ids."""
     column = tile * size + jnp.arange(columns)
     return [column + i * columns for i in range(size // columns)]
 

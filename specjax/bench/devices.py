@@ -1,4 +1,4 @@
-"""Options of a benchmark's `LLM` that concern several devices, and functions for its replicas."""
+"""What benchmarks on several devices share: options of an `LLM`, and functions for replicas."""
 
 import argparse
 from collections.abc import Callable

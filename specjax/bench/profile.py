@@ -123,8 +123,8 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
     """Return for each i in 1..max_k the estimated fraction of rounds that accept at least i drafts.
 
     A round with fewer than i drafts does not show whether draft i would be accepted. Therefore the
-    estimate is a product over the drafts up to i. A factor is the fraction of rounds that accept
-    this draft. Only rounds that have the draft and accept all drafts before it count.
+    estimate is the product c_1 * ... * c_i. Of the rounds that have a draft j and accept all drafts
+    before it, c_j is the fraction that also accept draft j.
     """
     rates = []
     for i in range(max_k):

@@ -123,7 +123,7 @@ class Speculation:
 
     Attributes:
         total: `Accepted.as_json` of all requests.
-        by_group: the same for each group of the data set, such as a category of questions.
+        by_group: `Accepted.as_json` of each group of the data set, such as a kind of questions.
         by_source: the result of the function `by_source`. A source of drafts is the drafter's
             method, or a source on the host such as "suffix".
         k_histogram: number of rounds by K; K = 0 is plain decoding.

@@ -25,7 +25,8 @@ class Screen:
     def progress(self, num_done: int, total: int) -> None:
         """Report that `num_done` of `total` units of the current work are done.
 
-        A changed `total` means that another part of the work has begun. A bar adds up all parts.
+        If `total` changes, the next part of the work has begun. A progress bar shows the sum of
+        all parts.
         """
 
     def preview(self, figures: Sequence[Figures]) -> None:

@@ -38,8 +38,8 @@ class Share(NamedTuple):
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
     """Return a share in which each device takes consecutive units, in the order of devices.
 
-    `size` in the share is a multiple of `multiple`. The last devices may take fewer units than
-    `size`; their missing units are zeros.
+    Each device has the same number of units, a multiple of `multiple`. If there are too few units,
+    zeros are appended to the units of the last devices.
     """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
@@ -58,11 +58,11 @@ def first_only(num_devices: int) -> Share:
 def grouped(
     num_heads: int, num_groups: int, num_devices: int, *, may_copy: bool = True
 ) -> tuple[Share, Share]:
-    """Return the share of `num_heads` query heads, and the share of their `num_groups` key heads.
+    """Return how devices divide `num_heads` query heads, and their `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
     heads. Usually each device takes some key heads, each with all of its query heads. The last
-    devices may take fewer, and have heads of zeros.
+    devices may take fewer heads. Heads of zeros then fill their arrays.
 
     If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
     devices have a copy of the same key head, and divide its query heads.
@@ -79,7 +79,7 @@ def grouped(
 
 
 def _scaled(share: Share, factor: int) -> Share:
-    """Return the same division in finer units, of which `factor` make up one unit of `share`."""
+    """Return the same division as `share`, in units that are smaller by `factor`."""
     return Share(
         share.total * factor,
         share.size * factor,
@@ -116,11 +116,10 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return the same division of a coarser tensor, which has one row for every `unit` rows.
+        """Return this division for a tensor that has one row for every `unit` rows.
 
         For example, scales have one row for each block of `unit` rows of weights. `axis` is the
-        divided axis of the coarser tensor. The property `unit` must be a multiple of the argument
-        `unit`.
+        divided axis of this tensor. No block of `unit` rows may belong to two devices or sections.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -178,9 +177,9 @@ class DividedSpec(TensorSpec):
         local: the `TensorSpec` of one device's array, with empty tensor names.
         tensor_cuts: the `Cut` of each file tensor; None for a tensor that every device takes whole.
         num_devices: the number of devices.
-        taken: () if devices take parts of tensors. If each device takes whole tensors instead, for
-            example the tensors of some experts: a tuple per device with the indices of the tensors
-            that it takes. None instead of an index means a tensor of zeros.
+        taken: () if devices take parts of tensors. Otherwise each device takes whole tensors, for
+            example the tensors of some experts. Then `taken` has a tuple per device with the
+            indices of its tensors. None instead of an index means a tensor of zeros.
     """
 
     local: TensorSpec
@@ -327,7 +326,7 @@ def _check_shapes(
 
 
 def _cut(spec: TensorSpec, index: int, shares: Mapping[str, Share]) -> Cut | None:
-    """Return the cut of the spec's file tensor number `index`; None if it is never divided."""
+    """Return how devices divide file tensor number `index`; None if they do not divide it."""
     for axis, sections in spec.cuts[index] if spec.cuts else ():
         if any(name in shares for name, _ in sections):
             each = ((None if name is None else shares[name], size) for name, size in sections)

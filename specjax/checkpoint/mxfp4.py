@@ -58,9 +58,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    Pass `rows`, the name of the input axis, or `columns`, the name of the output axis, or neither
-    (see `TensorSpec.cuts`). If a name is passed, devices may divide the named axis, or divide the
-    experts instead. If not, every device has all experts whole.
+    `rows` names the input axis, or `columns` names the output axis; at most one of them is given
+    (see `TensorSpec.cuts`). Devices may divide the named axis, or divide the experts instead.
+    Without a name, every device has all experts whole.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

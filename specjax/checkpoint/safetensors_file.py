@@ -92,7 +92,7 @@ def write(
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], int]:
-    """Return the table and the offset of the first byte after it."""
+    """Return the JSON table at the file's start, and the offset of the first byte after it."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         room = path.stat().st_size - 8

@@ -205,9 +205,9 @@ def cut_rows(
 
     Args:
         shapes: the shapes of the file tensors.
-        sections: the sections of the axis (see `TensorSpec.cuts`), one tensor after the other. A
-            single name if the whole axis of each tensor is a section with this name. None if the
-            tensors are never divided.
+        sections: pairs (name, number of rows) that make up the axis of the first tensor, then of
+            the second tensor, and so on (see `TensorSpec.cuts`). A single name if the whole axis of
+            each tensor is a section with this name. None if the tensors are never divided.
         axis: the axis that is divided.
         groups: the name of the tensors' first axis, if this axis may be divided instead.
     """

@@ -129,8 +129,8 @@ class _Unpickler(pickle.Unpickler):
 def _check_memory(path: Path, stream: bytes) -> None:
     """Raise an error if unpickling would allocate far more memory than the pickle's length.
 
-    `genops` rejects strings longer than the remaining pickle. The unpickler's memo is as long as
-    its largest key, so the keys are checked here.
+    `genops` already rejects strings longer than the remaining pickle. The unpickler's memo, a list
+    of the objects so far, is as long as its largest key. So the keys are checked here.
     """
     for opcode, argument, _ in pickletools.genops(stream):
         key = argument if opcode.name in ("PUT", "LONG_BINPUT") else None

@@ -101,7 +101,7 @@ def read_synthetic(
 
 
 def given_engine_options(args: argparse.Namespace) -> list[str]:
-    """Return the flags of the engine whose values differ from the defaults."""
+    """Return the engine's flags that do not have their default values."""
     parser = argparse.ArgumentParser()
     add_engine_options(parser)
     defaults: Mapping[str, Any] = vars(parser.parse_args([]))

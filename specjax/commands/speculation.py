@@ -16,8 +16,8 @@ def read_speculation(
     Args:
         target: the target's checkpoint, or None.
         takes_shapes: whether the caller needs only the shapes of the drafter's weights. If so, a
-            method with weights needs no checkpoint: without one, the config's "model" is
-            `OWN_SHAPE`, and the shapes follow from the target's shapes.
+            method with weights needs no checkpoint. If none is given, the config's "model" is
+            `OWN_SHAPE`: the drafter's shapes follow from the target's.
 
     Raises:
         ValueError: options contradict each other or are malformed.

@@ -55,8 +55,8 @@ def observe_deferred(
 ) -> EngineState:
     """Let the drafter observe the rounds that `defer` has stored; return the new state.
 
-    A request must have had the same index in the batch of each of these rounds. `inputs` are the
-    inputs of the last round.
+    All these rounds must have had the same requests, in the same order. `inputs` are the inputs of
+    the last of these rounds.
     """
     assert state.deferred is not None, "the engine has no buffer for deferred rows"
     slots, width = inputs.slots, model.max_deferred(len(inputs.slots))

@@ -39,7 +39,7 @@ from specjax.device.weights.stored import as_stored
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
 _MAX_LISTED = 20
-MAX_PROGRAMS = 256  # compiled programs of each kind to keep; more than a checkpoint needs
+MAX_PROGRAMS = 64  # compiled programs of each kind to keep; one checkpoint needs up to 44
 
 
 def no_log(line: str) -> None:
@@ -150,9 +150,9 @@ def lay_out(
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Divide an array over devices as a spec describes; return it in newly allocated memory.
 
-    `array` is the whole model's array, or is divided already. The devices that hold a whole array
-    also divide it. A divided array without padding is copied. A divided array with padding passes
-    through the host, which removes the padding, and pads the result again.
+    `array` is the array of the whole model, or is divided already. An array of the whole model is
+    divided on its own devices. A divided array without padding is copied. A divided array with
+    padding is copied to the host, which removes the padding, and divides and pads the array again.
     """
     if array.shape == spec.shape and is_divided(array) and not spec.is_padded:
         return _copy(array, dtype, sharding)

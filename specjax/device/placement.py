@@ -105,7 +105,10 @@ def local_shape(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def on_one(x: jax.Array) -> jax.Array:
-    """Return one row of a divided array whose rows are equal; return other arrays unchanged."""
+    """Return one device's row of an array [devices, ...] with equal rows.
+
+    An array that is not divided over devices is returned unchanged.
+    """
     return x.addressable_shards[0].data[0] if is_divided(x) else x
 
 

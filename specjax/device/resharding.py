@@ -49,12 +49,12 @@ def spread(
     """Return `function`, jitted for arrays that are spread over `devices`.
 
     `function` takes a list of arrays, and may cut each array along one axis. `cut_axes` has this
-    axis for each array; None for no axis. Before `function` runs, each array is spread along
-    another axis, so that no device needs the whole array. The size of this axis must be divisible
-    by the number of devices. An array without such an axis is not moved.
+    axis for each array; None for no axis. So that no device needs a whole array, each array is
+    first spread over the devices along another axis, whose size is divisible by the number of
+    devices. An array without such an axis is not moved.
 
-    `num_parts` is the size of the result's first axis, along which the result is spread.
-    `num_parts` is 0 if the result is not divided; each device then has the whole result.
+    `num_parts` is the size of the result's first axis, along which the result is spread over the
+    devices. If `num_parts` is 0, each device has the whole result.
     """
     grid = np.array(devices).reshape(math.gcd(num_parts or 1, len(devices)), -1)
     mesh = Mesh(grid, (_PARTS, _COPIES))
@@ -80,7 +80,7 @@ def spread(
 
 
 def automatic(array: jax.Array) -> jax.Array:
-    """Return the array on a mesh of the same devices whose axes have JAX's type `Auto`.
+    """Return the array on a mesh of the same devices, with axes of JAX's type `Auto`.
 
     In programs on such a mesh, JAX chooses how results are divided. A trainer's mesh may have axes
     of the type `Explicit`, for which functions must say how results are divided. An array without a

@@ -73,7 +73,7 @@ class EngineState:
         return replace(self, progress=written)
 
     def all_observed(self, slots: jax.Array) -> "EngineState":
-        """Record that the drafter has observed all tokens of the requests at `slots`.
+        """Record that the drafter's cache includes all tokens of the requests at `slots`.
 
         Return the new state.
         """

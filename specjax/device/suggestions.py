@@ -22,7 +22,7 @@ from specjax.device.vocabulary import Vocabulary
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Suggestions:
-    """A path of expected tokens for each of B requests."""
+    """For each of B requests, a path: the tokens that the host expects from a position on."""
 
     starts: Int32[jax.Array, "B"]  # position of the path's first token
     tokens: Int32[jax.Array, "B W"]  # padded with -1
@@ -39,11 +39,12 @@ class Suggestions:
 def replace_drafts(
     draft: Draft, suggestions: Suggestions, history: History, vocabulary: Vocabulary
 ) -> Draft:
-    """Replace the drafts of each request whose tokens agree with its path; return new drafts.
+    """Return `draft`, with the drafts of some requests replaced by tokens in `suggestions`.
 
-    A path agrees if its tokens up to the request's last token equal the request's own tokens. The
-    next tokens of the path are then the drafts, with one-hot distributions. A request keeps the
-    drafts in `draft` if its path does not agree, or has no next token.
+    `suggestions` has a path for each request: tokens that are expected from some position on. If
+    the request's tokens from this position on equal the first tokens of the path, the next tokens
+    of the path become the drafts, with one-hot distributions. If they differ, or if the path has no
+    next token, the request keeps the drafts in `draft`.
     """
     k, width = draft.tokens.shape[1], suggestions.tokens.shape[1]
     if not k:

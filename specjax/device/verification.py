@@ -315,8 +315,8 @@ def _verify_drawn(
     """Return the verdict of a method that accepts drafts at random.
 
     `drawn` returns the number of accepted drafts i32[B], and the weights f32[B, V] from which the
-    token after them is sampled. Negative weights count as 0. In a greedy batch, drafts are compared
-    with the argmax, which is equivalent and needs no sampling.
+    token after these drafts is sampled. Negative weights count as 0. In a greedy batch, drafts are
+    compared with the argmax, which is equivalent and needs no sampling.
     """
 
     def verify(draft, target):
@@ -345,9 +345,9 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Return uniform draws f32[B, count], which differ in every step.
 
-    They are a function of the request's seed and of the position where the step starts. A function
-    of the draft's position would be wrong: in `Block`, the next step could use a draw that has
-    already affected the outcome of this step.
+    The draws are a function of the request's seed and of the position where the step starts. If
+    each draw were a function of its draft's position, outputs of the method `Block` would be wrong:
+    the next step could use a draw that has already affected the outcome of this step.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 

@@ -14,7 +14,7 @@ from specjax.host.plans import PrefillPlan
 
 
 class DeferredRounds:
-    """Counts deferred rounds: rounds without drafts, whose hidden states the drafter reads later.
+    """Counts deferred rounds: they have no drafts, and the drafter reads their hidden states later.
 
     All deferred rounds have the same requests. In the program `Observe`, the drafter reads the
     hidden states of all deferred rounds at once. The program must run before a step that drafts. It
@@ -30,9 +30,12 @@ class DeferredRounds:
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
         """Run the program `Observe` before the step `plan`, unless deferred rounds can wait.
 
-        They can wait if `plan` is a round without drafts for the same requests, and fewer than
-        `Programs.max_deferred` rounds are deferred. Then count `plan` as deferred if it has no
-        drafts and `max_deferred` is not 0. `packed` is the packed plan.
+        A deferred round is a round whose hidden states the drafter has not read yet. In `Observe`,
+        the drafter reads them. Deferred rounds can wait if `plan` is a round without drafts for the
+        same requests, and fewer than `Programs.max_deferred` rounds are deferred.
+
+        Last, `plan` is counted as deferred if it has no drafts and `max_deferred` is not 0.
+        `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
@@ -42,7 +45,10 @@ class DeferredRounds:
             self._last, self._count = packed, self._count + 1
 
     def observe(self) -> None:
-        """Let the drafter read the hidden states of all deferred rounds now."""
+        """Let the drafter read the hidden states of all deferred rounds now.
+
+        A deferred round is a round whose hidden states the drafter has not read yet.
+        """
         last, self._last, self._count = self._last, None, 0
         if last is not None:
             self._programs.run(Observe(len(last)), last)

@@ -429,7 +429,7 @@ class Engine:
         """Return the times of rounds for each K in `ks`.
 
         If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
-        shape. With `exact`, all times are equal, because all rounds have one shape.
+        shape. With the option `exact`, all times are equal, because all rounds have one shape.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

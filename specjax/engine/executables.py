@@ -74,7 +74,7 @@ def keep_programs(folder: Path | None) -> None:
 def executables_folder() -> Path | None:
     """Return the folder in which compiled programs are stored; None if they are not stored.
 
-    If JAX has a compilation cache, the folder is within the folder of this cache.
+    If JAX has a compilation cache, programs are stored in a folder within the cache's folder.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
@@ -284,9 +284,10 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Return whether a function of `module` was replaced by code that digests do not cover.
+    """Return whether a function of `module` was replaced by code outside of installed packages.
 
-    Modules whose code is in no compiled program are not checked: for these, return False.
+    The file names of compiled programs are digests, which do not cover such code. Return False for
+    modules whose code is in no compiled program.
     """
     if not module.startswith(TRACED):
         return False

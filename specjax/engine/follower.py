@@ -130,7 +130,7 @@ class Follower:
             self._results[named.number] = result
 
     def mirror(self, name: str, *arguments: Any) -> None:
-        """Drop the results that `run` has kept, and call the method `name` of `programs`."""
+        """Call the method `name` of `programs`, after dropping the results that `run` has kept."""
         self._results.clear()
         getattr(self.programs, name)(*arguments)
 

@@ -118,7 +118,7 @@ class Hosts:
         self.check()
 
     def receive(self, rank: int = LEADER) -> tuple[Any, ...]:
-        """Return the next message of a peer. Wait for it.
+        """Wait for the next message of a peer, and return the message.
 
         Raises:
             HostsError: the process has ended or failed.

@@ -65,20 +65,23 @@ class InFlight:
         plan = self.plan
         assert isinstance(plan, DecodePlan)
         k = plan.num_drafts
-        every = zip(plan.sequences, num_kept, rows, plan.suggested or repeat(None))
-        gained = [one for one in every if one[1]]
-        num_context = sum([len(s.token_ids) - n for s, n, *_ in gained])
-        if plan.suggested:  # what the drafter achieves is learned from its own drafts
-            gained = [(s, n, row, path) for s, n, row, path in gained if not is_used(path, s, n)]
-        num_drafts = [  # the first case, without a call, is the usual one
-            k if row.num_drafts == k and s.finish_reason is None else s.num_usable(k, n)
-            for s, n, row, _ in gained
-        ]
-        num_accepted = [n - 1 for _, n, *_ in gained]
-        requests = RequestOutcomes([s.rank for s, *_ in gained], num_drafts, num_accepted)
-        groups = [s.request.group for s, *_ in gained]
-        buckets = context_buckets([len(s.token_ids) for s, *_ in gained])
-        found = Counter(zip(num_drafts, num_accepted, groups, buckets, strict=True))
+        keys, drafts, accepted, groups, lengths, num_context = [], [], [], [], [], 0
+        paths = plan.suggested or repeat(None)
+        for sequence, kept, row, path in zip(plan.sequences, num_kept, rows, paths, strict=False):
+            if not kept:
+                continue
+            length = len(sequence.token_ids)
+            num_context += length - kept
+            if path is not None and is_used(path, sequence, kept):
+                continue  # what the drafter achieves is learned from its own drafts
+            if (num_drafts := row.num_drafts) != k or sequence.finish_reason is not None:
+                num_drafts = sequence.num_usable(k, kept)
+            keys.append(sequence.rank)
+            drafts.append(num_drafts)
+            accepted.append(kept - 1)
+            groups.append(sequence.request.group)
+            lengths.append(length)
+        found = Counter(zip(drafts, accepted, groups, context_buckets(lengths), strict=True))
         others = self.rest.sequences if self.rest else ()
         return Round(
             plan.batch,
@@ -88,7 +91,7 @@ class InFlight:
             milliseconds if plan.k == k else None,
             None if plan.is_rest else chunk_ms,
             self.is_joined,
-            requests,
+            RequestOutcomes(keys, drafts, accepted),
             others=self.rest.batch if self.rest else 0,
             others_context=sum(len(sequence.token_ids) for sequence in others),
         )

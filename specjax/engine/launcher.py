@@ -57,8 +57,8 @@ class Launcher:
         """Launch a step's parts: chunks, and a round or the two parts of a split round.
 
         One part of a split round has the requests that draft, and the other part has the requests
-        that do not. Chunks and a round run as one program if such a program is compiled. So do the
-        two parts of a split round. `page_tables` is `Residents.page_tables`. A round with grammars
+        that do not. If such a program is compiled, one program runs chunks and a round, or the two
+        parts of a split round. `page_tables` is `Residents.page_tables`. A round with grammars
         is complete only after `settle`.
         """
         *before, last = parts

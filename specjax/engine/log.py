@@ -1,7 +1,7 @@
 """Provides the logger "specjax", which reports progress through Python's logging.
 
 If the user's program has configured logging, its handlers decide where lines go. Otherwise lines go
-to stderr. Then even a first script is not silent for minutes.
+to stderr, so that a script is not silent for minutes.
 """
 
 import importlib.util

@@ -39,7 +39,7 @@ class Meeting(NamedTuple):
 
     @property
     def seconds(self) -> int:
-        """The time limit for the start, and for a step."""
+        """The time limit in seconds, for connecting all processes and later for each step."""
         given = self.distributed_timeout_seconds
         return TIMEOUT_SECONDS if given is None else given
 

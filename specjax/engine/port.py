@@ -66,11 +66,12 @@ class Programs(Protocol):
         ...
 
     def max_deferred(self, batch: int) -> int:
-        """Return how many rounds without drafts may run before `Observe` must run.
+        """Return the maximum number of rounds whose hidden states the drafter may read later.
 
-        `Observe` lets the drafter read the hidden states of these rounds. Each round has `batch`
-        requests. Return 0 if the drafter must read the hidden states at the end of each round. It
-        always does so if a round and prefill chunks run as one program (`Joined`).
+        These rounds have no drafts, and `batch` requests each. The drafter reads the hidden states
+        of all these rounds at once, in the program `Observe`. Return 0 if the drafter must read the
+        hidden states at the end of each round. If a round and prefill chunks run as one program
+        (`Joined`), the drafter always reads the round's hidden states at the end of this program.
         """
         ...
 

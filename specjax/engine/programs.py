@@ -185,10 +185,10 @@ class Decode(Program):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Program):
-    """Lets the drafter observe the deferred rounds.
+    """Lets the drafter read the hidden states of several deferred rounds at once.
 
-    These are the rounds without drafts whose hidden states the drafter has not read yet. All of
-    them have the same requests. Takes the inputs of the last of these rounds.
+    A deferred round is a round without drafts that the drafter has not observed yet. All deferred
+    rounds have the same requests. Takes the inputs of the last deferred round.
     """
 
     batch: int

@@ -258,7 +258,10 @@ class Repertoire:
         return {one.shape: one for one in ready if covers(one.variant, own)}
 
     def _note_wish(self, wish: SplitWish, variant: Variant, milliseconds: float) -> None:
-        """Record a round's time. The round would be faster if only some requests drafted."""
+        """Record the time lost in a round, because the program of a faster split round is missing.
+
+        `wish` describes the split round. The round that ran took `milliseconds`.
+        """
         if self._config.compile_ahead or is_in_pieces(variant):  # see `note_apart`
             return
         self._add_loss([SplitRound(wish.shape, variant)], wish.gain * milliseconds)
@@ -283,7 +286,10 @@ class Repertoire:
             programs.compile_behind(missing, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile variants in `shapes.first`. With `compile_ahead`, compile them in all shapes."""
+        """Compile the programs of variants (sets of extra work) for the shapes `shapes.first`.
+
+        With the option `compile_ahead`, compile them for all shapes.
+        """
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -294,7 +300,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant's programs in the background.
+        """Compile the programs of a variant (a set of extra work) in the background.
 
         The programs without which the variant cannot run come first.
         """
@@ -350,7 +356,7 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """If more programs are ready than at the last call, clear the cached results."""
+        """Clear cached results if more programs are ready than at the last call; see `_forget`."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()

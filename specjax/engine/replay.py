@@ -199,9 +199,8 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
     """Return the packed inputs of a round whose times are measured; see `batch.pack`.
 
-    The round has `batch` artificial requests, in the first rows of the state and on
-    consecutive pages.
-    `num_pages` holds the number of pages for each page table.
+    The round has `batch` artificial requests, in the first rows of the state and on consecutive
+    pages. `num_pages` holds the number of pages for each page table.
     """
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k

@@ -76,7 +76,7 @@ class ReplicatedEngine:
         return frozenset().union(*(engine.unfinished_ids for engine in self.engines))
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """See `Engine`. All engines give a list of processors the same number."""
+        """See `Engine`. A tuple of processors has the same number in all engines."""
         (number,) = {engine.number_of(processors) for engine in self.engines}
         return number
 
@@ -247,7 +247,7 @@ class _Replica:
         return not self.is_dead and not self.lost
 
     def begin(self) -> None:
-        """Let the thread run a step when it gets a turn, if the engine has unfinished requests."""
+        """Ask the thread to run a step, if requests are unfinished and no step is running."""
         if self.engine.has_work and not self.is_stepping:
             self.work.put(self._step)
             self.is_stepping = True

@@ -26,9 +26,9 @@ class RoundClock:
         self._timed_from = 0.0  # steps planned before this time overlapped a measurement
 
     def restart(self) -> None:
-        """Treat the times of all steps planned so far as unknown.
+        """Let `time` return None for all steps that were planned before this call.
 
-        Call this after measuring the time of a shape, because measuring delays the steps in flight.
+        Call this after running artificial rounds, because they delay the steps in flight.
         """
         self._timed_from = self.start = time.perf_counter()
 
@@ -44,8 +44,8 @@ class RoundClock:
         device finished the previous program, or the host began to plan the step. Host time
         therefore counts only while the device waited for the host.
 
-        `compile_seconds` is the total time of compiling so far. If it has grown since two calls
-        ago, compiling may have slowed the device down, and the time is unknown.
+        `compile_seconds` is the total time of compiling so far. If this total was smaller in the
+        call before the last, compiling may have slowed the device down, and the result is None.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

@@ -54,8 +54,8 @@ class Program:
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
         """Return the next state and the program's result.
 
-        `arguments` are the unpacked inputs, followed by arrays of the shapes that `handed` returns.
-        The only keyword argument is `model`, a `StepModel`.
+        `arguments` are the unpacked inputs, followed by all other arrays that the program takes,
+        such as results of other programs. The only keyword argument is `model`, a `StepModel`.
         """
         raise NotImplementedError
 
@@ -233,7 +233,10 @@ class Traces:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement.sharding(spec))
 
     def _division(self, arguments: tuple[Any, ...]) -> Division | None:
-        """Return the `Division` of a program with these arguments; None on one device."""
+        """Return which arguments of a program are divided over devices; None on one device.
+
+        `arguments` are the program's arguments after the weights and the state.
+        """
         if self._placement.num_devices == 1:
             return None
         leaves = jax.tree.leaves((*self._leaves, *arguments))

@@ -19,13 +19,13 @@ class Turn:
         self._owner: int | None = CALLER
 
     def take(self, owner: int) -> None:
-        """Wait until no other owner has the turn, and take it."""
+        """Take the lock for `owner`. If another owner holds the lock, wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._owner in (None, owner))
             self._owner = owner
 
     def give(self, owner: int) -> bool:
-        """Give the turn back if `owner` has it, and return whether it had the turn."""
+        """Release the lock if `owner` holds it. Return whether `owner` held the lock."""
         with self._changed:
             if self._owner != owner:
                 return False
@@ -35,7 +35,10 @@ class Turn:
 
     @contextmanager
     def given(self, owner: int) -> Iterator[None]:
-        """Give the turn back while the block runs, if `owner` has it, and then take it again."""
+        """Release the lock of `owner` while the `with` block runs, and then take it again.
+
+        If `owner` does not hold the lock, do nothing.
+        """
         had_it = self.give(owner)
         try:
             yield
@@ -44,7 +47,7 @@ class Turn:
                 self.take(owner)
 
     def await_others(self, condition: Callable[[], bool]) -> None:
-        """Let other owners take turns until `condition` holds. Then take the turn as `CALLER`."""
+        """Release the lock of `CALLER` until `condition()` is true, and then take it again."""
         self.give(CALLER)
         try:
             with self._changed:

@@ -28,9 +28,9 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
     """Return the programs that run a plan fastest, with the extra work of a variant.
 
-    `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that
-    the drafter does not observe rounds without drafts as they run. The program `Observe` lets it
-    observe several of them later.
+    `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that a
+    round without drafts does not update the drafter's cache. The program `Observe` later updates
+    the cache with several such rounds.
     """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
@@ -50,11 +50,11 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Return slower programs for a plan. Most of them are shared by all variants.
+    """Return the programs that run a plan until its fastest programs are compiled.
 
-    A variant is the extra work that requests need. With these programs, requests of a new variant
-    can run before its fastest programs are compiled. Rounds run as several programs, and drafts are
-    made without logits processors, so that fewer drafts are accepted.
+    The returned programs are slower, but all variants share most of them. A variant is a set of
+    extra work that requests need. So requests of a new variant can run early. Rounds run as several
+    programs, and drafts are made without logits processors, so that fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -78,15 +78,18 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return a variant without log-probabilities of prompts, which rounds never need."""
+    """Return a variant (a set of extra work) without log-probabilities of prompts.
+
+    Rounds never need these log-probabilities, so fewer programs are compiled.
+    """
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_begin(variant: Variant) -> Variant:
     """Return a variant with only the fields that are compiled into the program `Begin`.
 
-    Masks and processed logits are arguments of `Begin`, so they are left out. `Begin` runs logits
-    processors itself only to score the tokens of prompts.
+    Masks are left out, because `Begin` takes them as an argument. Logits processors are left out,
+    because they run in another program before `Begin`, unless prompt tokens are scored.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())

@@ -50,8 +50,8 @@ class PageAllocator:
         """Remove one owner from each page. A page without owners becomes free.
 
         `pages` must be in the order of their tokens. Of these pages, the last is evicted first,
-        because a page is useless without the pages before it. With `forgets`, pages that become
-        free lose their names.
+        because a page is useless without the pages before it. If `forgets` is true, pages that
+        become free lose their names, so that `find` no longer returns them.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0

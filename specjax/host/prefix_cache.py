@@ -53,8 +53,8 @@ class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
     For recurrent models (`snapshots`), only a prefix that ends at a snapshot of the states can be
-    reused. With sliding-window layers (`windows`), their pages of the prefix's last window must be
-    cached, too.
+    reused. If some layers have sliding windows (`windows`), a prefix can be reused only if these
+    layers' pages with the last window of the prefix are still cached.
     """
 
     def __init__(

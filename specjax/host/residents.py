@@ -245,9 +245,10 @@ class Residents:
     ) -> list[int]:
         """Return the numbers of leading pages after which to take a snapshot of recurrent states.
 
-        These are the branch points after the cached prefix, which has `num_found` pages. A chunk
-        must end at each of them. With the option `exact`, chunks end only after multiples of
-        `chunk_width` tokens, so all other points are left out.
+        `branch_points` are the points at which the prompt ends, or differs from earlier prompts.
+        The result has the branch points after the cached prefix, which has `num_found` pages. A
+        chunk must end at each of these points. With the option `exact`, chunks end only after
+        multiples of `chunk_width` tokens, so all other points are left out.
         """
         if not self._takes_snapshots:
             return []

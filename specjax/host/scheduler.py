@@ -109,8 +109,8 @@ class Scheduler:
     ) -> list[Sequence]:
         """Queue a request, and return its samples.
 
-        If `is_held`, the request is queued only by a later call of `let_in`. If another scheduler
-        has handed the request over, `samples` are its unfinished samples.
+        If `is_held`, the request is queued only by a later call of `let_in`. `samples` are the
+        request's unfinished samples, if another scheduler has handed the request over.
 
         Raises:
             ValueError: an unfinished request has the same id.

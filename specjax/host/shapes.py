@@ -31,9 +31,9 @@ class Shapes:
     def first(self) -> "Shapes":
         """One chunk shape and one round shape, which suffice for any step.
 
-        The round shape is the largest. The chunk shape is the one that prefills four prompts
-        fastest: the number of tokens in its first four rows is the highest. If a step has more or
-        longer chunks than the shape holds, the rest runs in later steps.
+        The round shape is the largest. The chunk shape is the one with the most tokens in its first
+        four rows, so that four prompts are prefilled fastest. If a step has more or longer chunks
+        than the shape holds, the rest runs in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
@@ -60,7 +60,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the shape for the next step's chunks, whose width is `best_width`."""
+        """Return the shape of width `best_width` for the next step's chunks."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
     def max_chunks(self, width: int) -> int:

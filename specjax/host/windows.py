@@ -75,7 +75,10 @@ class WindowPages:
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a request the cached pages in the last window of the prefix with these keys."""
+        """Give a request the cached pages in the last window of a prefix.
+
+        `keys` holds the key of each page of the prefix.
+        """
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]
@@ -104,8 +107,9 @@ class WindowPages:
         Args:
             slot: the request's slot.
             page: index of the page that holds the last token before the request's next row.
-            points: numbers of leading pages that a later request may take from the prefix cache. A
-                freed page stays cached only if such a request would read it.
+            points: the places where a later request may continue, as numbers of leading pages that
+                it takes from the prefix cache. A freed page stays cached only if such a request
+                would read it.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

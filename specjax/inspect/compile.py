@@ -307,8 +307,8 @@ def report(
     - "batch", "context", "rows", "num_chosen": the fields of `CachedContext`;
     - "rows_within": a mapping from regexes to numbers of rows. In scopes that match a regex, its
       number replaces "rows";
-    - "layers": a regex over parameter names. Its group is the index of the layer that reads the
-      parameter;
+    - "layers": a regex over parameter names, with a group that matches the index of the layer that
+      reads the parameter;
     - "after": a regex over names of parameters that are read after all layers;
     - "inside": a regex over the scopes whose operations belong to layers.
     """

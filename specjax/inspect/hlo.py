@@ -76,7 +76,11 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Return the passes of a module, as this file's docstring defines them."""
+    """Return the passes of an HLO module.
+
+    A pass is a read or a write of at least `num_elements` elements of an array that has a dimension
+    of size `columns`. Parameters of the module do not count as arrays.
+    """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {

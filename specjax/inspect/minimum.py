@@ -181,12 +181,12 @@ def _uses_head_of_target(own: Any) -> bool:
 def _cache_bytes(
     target: Model, dtype: str, page_format: PageFormat | None, context: int
 ) -> tuple[int, int, int]:
-    """Return three numbers of bytes for a target's caches.
+    """Return three sizes of a target's caches, in bytes.
 
     Returns:
-        The keys and values that a new token writes.
-        The keys and values that a request of `context` tokens reads.
-        The recurrent states of a request, without the buffers of recent inputs.
+        The size of the keys and values of one token.
+        The size of the keys and values that attention reads for a request of `context` tokens.
+        The size of a request's recurrent states, without the buffers of recent inputs.
     """
     new = read = state = 0
     for kind in target.cache_kinds:
@@ -237,7 +237,7 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
 
 
 def _observed_bytes(params: Any) -> int:
-    """Return the bytes of the weights that a drafter reads to observe rows (see the formulas)."""
+    """Return W_o: the bytes of the weights that a drafter reads when it observes rows."""
     if hasattr(params, "lm_heads"):  # Medusa only keeps a state of the target
         return 0
     found = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_weight)

@@ -165,11 +165,10 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 
 
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count one read and one write of each request's state.
+    """Count one read and one write of each request's state, and the use of ring buffers.
 
-    The latest tokens of a request may not be included in its state yet. Also count reads of these
-    tokens' and of the new tokens' entries in ring buffers, and writes of the new tokens'
-    corrections.
+    A state may lack the latest tokens of its request. The kernel reads the ring-buffer entries of
+    these tokens and of the new tokens, and writes the corrections of the new tokens.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]

@@ -50,7 +50,7 @@ class StepRequest:
         batch: the number of requests.
         k: the number of drafts; 0 for a step without drafting.
         context: the number of tokens per request. The cache is just large enough for them.
-        gemm: matmul kernels: "triton", which XLA chooses without autotuning, or "cublas".
+        gemm: the matmul kernels: "triton" (made by XLA, without autotuning) or "cublas".
         method: the drafting method; None for plain decoding, which needs k = 0.
         drafter: the drafter's checkpoint. If None, the method "mtp" uses the model's own module,
             and "eagle" uses a head of the model's own shape.
@@ -175,9 +175,9 @@ class Moved:
 
     @property
     def ratio_with_activations(self) -> float:
-        """The moved bytes divided by the minimum with activations.
+        """The moved bytes divided by the minimum bytes, including activations.
 
-        The activations are the embedded rows, and new keys and values that are read back.
+        Activations are the embedded rows, and the new keys and values that attention reads back.
         """
         return self.moved / self.with_activations
 

@@ -43,7 +43,7 @@ class Parts:
 
     @property
     def local(self) -> "Parts":
-        """The models that each device runs, with the shapes of its parameters."""
+        """The models as each device runs them, with the shapes of one device's parameters."""
         params = jax.tree.map(local_shape, self.params)
         return replace(self, target=self.target.local, drafter=self.drafter.local, params=params)
 
@@ -97,7 +97,7 @@ def plain_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, A
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
-    """Build the program that adds the rows of steps without drafts to the drafter's cache.
+    """Build the program in which the drafter reads the hidden states of steps without drafts.
 
     The arguments and results are as in `decode_step`.
     """

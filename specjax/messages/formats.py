@@ -59,7 +59,7 @@ class ResponseFormat:
     form: CallForm | None
 
     def fits(self, chat_template: str) -> bool:
-        """Return whether a chat template has all signs of this format."""
+        """Return whether a chat template contains all texts in `signs`."""
         return all(sign in chat_template for sign in self.signs)
 
     @cached_property

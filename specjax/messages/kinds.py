@@ -21,13 +21,13 @@ MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 
 @dataclass(frozen=True)
 class CallShape:
-    """Says where a call's name and arguments are in the text that holds the call.
+    """Says where the text of a call has the call's name and arguments.
 
-    This text is between an opening and a closing text, such as "<tool_call>" and "</tool_call>". It
-    is parsed to a value, such as a JSON object. `name` and `arguments` are paths: keys that lead to
-    the name and to the arguments. A path starts with "content", for the parsed value, or with the
-    name of a group in the pattern that matches the opening text. If `is_list` is true, the parsed
-    value is a list of calls, and a path starts with a key of a call instead of "content".
+    The text of a call, such as JSON between "<tool_call>" and "</tool_call>", is parsed to a value.
+    `name` and `arguments` are paths: the keys that lead to the name and to the arguments. The first
+    key is "content" for the parsed value, or the name of a group in the pattern that matches the
+    opening text. If `is_list` is true, the parsed value is a list of calls, and a path starts with
+    a key of a call instead of "content".
     """
 
     name: tuple[str, ...]

@@ -28,7 +28,7 @@ class CallReader(Protocol):
         ...
 
     def close(self, *, is_complete: bool) -> str:
-        """End the text that holds the tool calls, and return what belongs to no call.
+        """End the text that holds the tool calls, and return the text that belongs to no call.
 
         `is_complete` is true if a closing text followed, such as "</tool_call>", and false if the
         response ended first.
@@ -117,7 +117,8 @@ class JsonObjects:
     def _add(self, piece: str) -> None:
         """Add text to the current key or value.
 
-        Arguments are passed on at once, unless they are a JSON string, which is decoded at its end.
+        Text of arguments is added to the call at once. But if the arguments are a JSON string, they
+        are added to the call at the end of the string, decoded.
         """
         if self._key != self._arguments_key or self._part.startswith('"'):
             self._part += piece

@@ -67,12 +67,18 @@ class Freshness:
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the current period. `mark` has the engine's counters before the weights change."""
+        """End the current period, because the engine's weights are about to change.
+
+        `mark` has the engine's counters and versions before the change.
+        """
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the draft acceptance of all periods. `mark` has the engine's current counters."""
+        """Return the draft acceptance of each period in which the weights did not change.
+
+        `mark` has the engine's current counters and versions.
+        """
         return [*self._closed, _since(self._start, mark)]
 
 

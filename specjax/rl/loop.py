@@ -153,7 +153,7 @@ class Loop:
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Record that all tokens generated since the last update come from the current version.
+        """Record that all tokens since the last update come from the current weights version.
 
         The caller must hold the lock `turns`.
         """

@@ -88,8 +88,8 @@ def variable_paths(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by path. A flax nnx variable counts as a leaf.
 
     If all paths end in ".value", this suffix is removed. An nnx.State that was saved and restored
-    as mappings has such paths. The suffix ".values", which the paths of some of an engine's arrays
-    have, is always removed.
+    as mappings has such paths. A suffix ".values" is always removed: it is the name of the field
+    that holds the array in some of the engine's weights.
     """
 
     def is_variable(node: Any) -> bool:

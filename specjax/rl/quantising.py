@@ -31,7 +31,7 @@ class Origin(Protocol):
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name and relative error of the weight that `copy` has quantised, if any."""
+        """The name and the relative error of the weight that `copy` has quantised, or None."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -92,8 +92,8 @@ class QuantisedArray:
     def parts(self) -> tuple[Any, ...]:
         """See `Origin`.
 
-        Array 0 of a weight lists the parts of the whole weight, because its copy is made first and
-        quantises the weight. The other arrays list no parts.
+        Array 0 of a weight is copied first, and this copy quantises the whole weight. So array 0
+        lists all arrays of the update that the weight is made of. The other arrays list none.
         """
         source: Any = self.weight.plain.values
         return () if self.number else source.parts
@@ -141,8 +141,8 @@ def quantising(sources: Any, current: Any) -> list[Origin | None]:
 def sources_of(name: str, plain: Weight, old: Weight) -> list[Origin | None]:
     """Return an `Origin`, which builds the new array, for each array of a quantised weight.
 
-    Arrays that do not change have None. `old` is the engine's weight, `name` is the path of the
-    weight, and `plain` is the new plain weight, with an `Origin` instead of its array.
+    The entry is None for an array that does not change. `old` is the engine's weight, `name` is the
+    path of the weight, and `plain` is the new plain weight, with an `Origin` instead of its array.
     """
     form = jax.tree.map(lambda x: x if _stays(x) else jax.ShapeDtypeStruct(x.shape, x.dtype), old)
     return Quantising(name, plain, form, _is_divided(old)).sources
@@ -174,9 +174,9 @@ def all_sources(
 ) -> list[Origin | None]:
     """Return an `Origin`, which builds the new array, for each array of an engine's `params`.
 
-    Arrays that do not change have None. `target` and `own` are as for `replace_weights`. If the
-    drafter has a quantised copy of the output head (`Params.head`), a new head also replaces the
-    copy.
+    The entry is None for an array that does not change. For `target` and `own`, see
+    `replace_weights`. If the drafter has a quantised copy of the output head (`Params.head`), a new
+    head also replaces the copy.
     """
 
     def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:

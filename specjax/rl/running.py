@@ -32,7 +32,7 @@ class Running:
         return self.sequence.request.request_id
 
     def close_span(self, version: int) -> None:
-        """Record that the tokens since the last span come from `version`."""
+        """Record that weights of `version` generated the tokens since the last call."""
         num_new = self.sequence.num_output - sum(span.num_tokens for span in self.spans)
         if num_new and self.spans and self.spans[-1].version == version:
             num_new += self.spans.pop().num_tokens
@@ -43,7 +43,7 @@ class Running:
         """Return the rollout, which must have ended.
 
         Args:
-            version: the weights version of the tokens since the last span.
+            version: the version of the weights that sampled the tokens after the last span.
             has_raw: whether the engine recorded raw log-probabilities.
         """
         self.close_span(version)

@@ -218,8 +218,8 @@ def stage(
 ) -> list[Origin | None]:
     """Return an `Origin`, which builds the new array, for each leaf of `current`, in order.
 
-    Quantised weights are made from plain weights. For their i32 arrays, which do not change, the
-    result has None. Buffers that `given` lacks keep their values, and their names are logged once.
+    Quantised weights are made from plain weights. Their i32 arrays do not change, so the result has
+    None for them. Buffers that `given` lacks keep their values, and are logged once, by name.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name; see `read_named`.

@@ -53,7 +53,9 @@ async def create_completion(request: Request) -> ASGIApp:
 
 
 def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPrompt]:
-    """Return the prompts of a request: a text, token ids, or a list with one kind of these.
+    """Return the prompts of a request.
+
+    The request has a text, a list of token ids, a list of texts, or a list of lists of token ids.
 
     Raises:
         APIError: the list is empty or too long, or mixes texts and token ids.

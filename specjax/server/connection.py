@@ -75,7 +75,10 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _check_reading(self) -> None:
-        """End the connection if nothing was read since the last call, and check again later."""
+        """Close the connection if the client has stopped reading an answer since the last call.
+
+        Otherwise, schedule the next call. `Events` watches the client of a streamed answer.
+        """
         has_answered = self.cycle is None or self.cycle.response_complete
         is_over = has_answered or self.transport.is_closing()
         num_unread = self.transport.get_write_buffer_size() if is_over else 0

@@ -31,7 +31,7 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 
 def max_bytes(params: Params) -> int:
-    """Return the maximum number of bytes of all parts of an update to an engine's `params`."""
+    """Return the maximum size in bytes of an update to an engine's `params`, over all parts."""
     num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
     return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 

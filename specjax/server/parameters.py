@@ -65,9 +65,9 @@ def read_params(
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
     """Return the error to send to the client for a refused value. `error` tells why it was refused.
 
-    `error` usually begins with the name of a field of `SamplingParams`. The result has the name of
-    this field in the request instead, also as its `param`. If the request has no such field,
-    `param` is `other`.
+    `error` usually begins with the name of a field of `SamplingParams`. If the request has another
+    name for this field, the result has the request's name. The result's `param` is the field's name
+    in the request, or `other` if the request has no such field.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

@@ -116,13 +116,13 @@ class Service:
     async def in_thread(
         self, work: Callable[[], Result], request: Request, body: Any, param: str
     ) -> Result:
-        """Run work on texts in a thread, so that the event loop is not blocked.
+        """Run `work`, which reads texts of a request, in a thread. The event loop is not blocked.
 
-        Work for large bodies is done one after the other, so that other work does not wait for it.
+        At most one thread works on a large body, so that small bodies need not wait for large ones.
 
         Raises:
-            APIError: the work raised a ValueError. `param` names the field that caused it, unless
-                the error names another field. Or too many large bodies wait for their turn.
+            APIError: `work` raised a ValueError, or too many large bodies are waiting. `param` is
+                the field that caused a ValueError, unless the error names another field.
         """
         try:
             if request.state.num_bytes < LONG_BYTES:

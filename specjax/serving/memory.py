@@ -48,8 +48,8 @@ class CacheBytes(NamedTuple):
         """Return the config with pages for every request at full length, or with as many as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
-        Layers with a window get as many pages as `window_pages` returns, but at most as many as
-        would fit if all layers had equally many.
+        A layer with a window gets as many pages as `window_pages` returns, but not more than would
+        fit if all layers had the same number of pages.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None

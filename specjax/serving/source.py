@@ -1,4 +1,4 @@
-"""Opens a model and its drafter from checkpoints, from configs without weights, or as values."""
+"""Opens a model and its drafter from checkpoints, configs without weights, or Python objects."""
 
 import reprlib
 from dataclasses import dataclass, fields, is_dataclass, replace

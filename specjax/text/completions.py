@@ -177,7 +177,8 @@ def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
 class Shown:
     """Selects what the user of a growing output gets next: all of it, or only the new tokens.
 
-    `kind` decides this. `before` is the output of the first sample that the user already has.
+    `kind` chooses one of the two. `before` is an unfinished output that the user already has, or
+    None.
     """
 
     def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):

@@ -135,10 +135,10 @@ def watch_for(
 def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]:
     """Return the last tokens of a prompt, with which the tokens of its output are decoded.
 
-    They matter because SentencePiece decoders omit the space before the first text that they
-    decode. With SentencePiece, byte tokens at the end of the prompt are left out. With other
-    tokenizers, the list is empty if the prompt ends inside a character, or with U+FFFD. The two
-    cases look the same, because an incomplete character is decoded to U+FFFD.
+    A SentencePiece decoder omits the space before the first text that it decodes, so the output
+    cannot be decoded alone. With SentencePiece, byte tokens at the end of the prompt are left out.
+    With other tokenizers, the list is empty if the prompt's text ends with U+FFFD, because the
+    prompt may then end inside a character, which is decoded to U+FFFD, too.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately

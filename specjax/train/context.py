@@ -63,7 +63,7 @@ class UnrolledRows(_Attending):
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
-        """Return the rows of `batch` sequences at draft `step`."""
+        """Return the rows of step `step`, for `batch` sequences of `length` tokens each."""
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
 
     def mix(
@@ -98,9 +98,9 @@ class ContextRows(CausalRows):
 class BlockRows(_Attending):
     """N blocks of W = `width` rows in each of B sequences.
 
-    `starts` has the position of each block's first row. `mask` determines the rows to which a row
-    attends: rows of the same block, and rows of the context before the block, whose keys and values
-    are in the cache of `ContextRows`.
+    `starts` has the position of each block's first row. A row attends to rows of its block and to
+    tokens before the block, as far as `mask` allows it. The keys and values of the tokens before
+    the block are in the cache of `ContextRows`.
     """
 
     starts: jax.Array  # i32[B, N]

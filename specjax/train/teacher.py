@@ -33,7 +33,7 @@ class Teacher(NamedTuple):
 
     @classmethod
     def of(cls, target: Model, params: Params, head: DrafterWeights, batch: Batch) -> "Teacher":
-        """Return the distributions of all rows of a batch."""
+        """Return the target's distributions for all rows of a batch of documents."""
         size, length = batch.tokens.shape
         target_ids = head.target_ids(params.drafter)
         logits = target.logits(params.target, batch.hidden.reshape(size * length, -1))

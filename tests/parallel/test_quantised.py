@@ -125,7 +125,12 @@ def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
             *("qwen3_5_text", "awq", {}, {"tensor_parallel_size": 2, "kv_cache_dtype": "int8"}),
             marks=pytest.mark.nightly,
         ),
-        ("deepseek_v3", "fp8", {}, {"tensor_parallel_size": 4, "enable_expert_parallel": True}),
+        # Its parts are compared bit for bit above, and its experts' tokens in test_families.py.
+        pytest.param(
+            *("deepseek_v3", "fp8", {}),
+            {"tensor_parallel_size": 4, "enable_expert_parallel": True},
+            marks=pytest.mark.nightly,
+        ),
         ("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
     ],
 )

@@ -36,9 +36,10 @@ def _rounded(a):
 def invert_unit_lower(lower, i):
     """Return (I + A)^-1 for one matrix A = `lower` [n, n]. `i` are the row numbers i32[n].
 
-    `reference.invert_unit_lower` explains the method. X holds the inverses of the diagonal blocks,
-    and is zero elsewhere. Each step replaces X by X - X C X, where C holds the corners of all pairs
-    of blocks. This merges all pairs at once.
+    `reference.invert_unit_lower` explains the method. X holds the inverses of the diagonal blocks
+    of I + A, and is zero elsewhere. Each step doubles the size of the diagonal blocks: it replaces
+    X by X - X C X, where C has the entries of A within the new blocks but outside of the old
+    blocks, and is zero elsewhere.
     """
     i, j = i[:, None], i[None]
 

@@ -75,7 +75,7 @@ class _Tokens(NamedTuple):
     places: Any  # i32[C]
 
     def convolved(self, conv_ref, channel):
-        """Return the channels `channel` of all tokens, after the convolution and silu."""
+        """Return the channels with indices `channel` of all tokens, after convolution and silu."""
         start = self.row.start
         y = jnp.zeros((len(self.places), len(channel)), jnp.float32)
         num_taps = conv_ref.shape[0]

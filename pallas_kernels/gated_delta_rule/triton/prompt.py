@@ -140,9 +140,9 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 def _keep_kernel(*refs, tile):
     """Write one column of each ring buffer after a prompt.
 
-    The column gets NaN, except for the raw inputs of the last W - 1 tokens, which the next
-    convolution reads. The raw inputs of tokens from before the call are already in their ring
-    buffer.
+    Columns that no later call may read get NaN. A later call reads only the raw inputs of the last
+    W - 1 tokens, for its convolution. The raw inputs of tokens from before this call are already in
+    the ring buffer.
     """
     x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]

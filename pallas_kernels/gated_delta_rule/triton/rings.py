@@ -1,7 +1,8 @@
-"""The ring buffers of u, k and e^g, for a program that owns some rows of a state.
+"""The ring buffers of recent tokens, for a program that owns some rows of a recurrent state.
 
-The D_k columns of a state are divided into pieces. The program holds its rows as a list of arrays
-[rows, piece], with one array for each piece.
+A token's entries are the correction u of the state, the key k and the decay e^g. The D_k columns of
+a state are divided into pieces. The program holds its rows as a list of arrays [rows, piece], with
+one array for each piece.
 """
 
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ class Rings(NamedTuple):
 def correct(states, u, k, *, interpret):
     """Return S + u k^T.
 
-    Folding and verification share this function, because they must round in the same way.
+    This is the update of a state S with a token. The verification of a draft and the later update
+    with the accepted token both call this function, because they must round in the same way.
     """
     return [
         multiply_add(_wide(u[:, None], s), _wide(piece[None], s), s, interpret=interpret)

@@ -36,12 +36,12 @@ def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | Non
 def of_pairs(
     before: Mapping[Any, Sequence[float]], after: Mapping[Any, Sequence[float]]
 ) -> Interval | None:
-    """Return the confidence interval of the ratio of two runs, compared on the same prompts.
+    """Return the confidence interval of the ratio of a figure, `after` / `before`.
 
-    A key identifies a batch of prompts, and has a value for each round with this batch. For each
-    key that both runs have, the logarithm of the runs' ratio is computed. The result is Student's
-    t-interval for the mean of these logarithms. Return None if the runs share fewer than two keys,
-    or if a value is not above 0.
+    `before` and `after` are two runs of the same prompts. They map each batch of prompts to the
+    figure's values in the rounds with this batch. The logarithm of the ratio is computed for each
+    batch that both runs have. The result is Student's t-interval for the mean of these logarithms.
+    Return None if there are fewer than two such batches, or if a value is not above 0.
     """
     both = [(before[key], after[key]) for key in before if key in after]
     if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:

@@ -85,9 +85,9 @@ def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Read
 
 
 def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any) -> None:
-    """Raise a CheckpointError unless the tensor `found` has one of `shapes`.
+    """Raise a CheckpointError unless the tensor `found`, called `name`, has one of `shapes`.
 
-    The message has the tensor's name, `name`, and the name of the matrix that it stores, `of`.
+    `of` is the name of the matrix to which the tensor belongs. The message has both names.
     """
     if found.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))

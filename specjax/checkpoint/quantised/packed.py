@@ -36,8 +36,8 @@ def unchanged(x: Any) -> Any:
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors.
 
-    Their results may be padded at the ends of axes. Then they are larger than the shapes in the
-    comments below.
+    The results may be larger than the shapes in the comments below, because their axes may be
+    padded at the ends.
     """
 
     codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]

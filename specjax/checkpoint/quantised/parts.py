@@ -52,10 +52,10 @@ def _cut(tensor: Readable, cut: Cut, device: int) -> Part:
 
 
 def _runs(side: int, size: int, cut: Cut) -> int | None:
-    """Return how many adjacent rows of a part share a scale.
+    """Return how many adjacent rows share a scale in a device's part of a matrix.
 
-    In the whole matrix, `side` adjacent rows share a scale. If all `size` rows share one scale, the
-    result is None.
+    The whole matrix has `size` rows, and every `side` adjacent rows share a scale. Return None if
+    all rows of the whole matrix share one scale.
     """
     return None if side >= size else math.gcd(side, cut.unit)
 
@@ -63,8 +63,8 @@ def _runs(side: int, size: int, cut: Cut) -> int | None:
 def _refined(scales: np.ndarray, axis: int, side: int, run: int, size: int) -> np.ndarray:
     """Return scales for smaller groups of rows, by repeating `scales` along an axis.
 
-    The axis has `size` rows. In `scales`, every `side` rows have a scale. In the result, every
-    `run` rows have a scale.
+    The axis has `size` rows. In `scales`, `side` adjacent rows share a scale. In the result, `run`
+    adjacent rows share a scale.
     """
     fine = np.repeat(scales, side // run, axis=axis)
     return fine.take(np.arange(size // run), axis=axis)
@@ -104,7 +104,7 @@ class PackedPart(PackedTensor):
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """The order of the part's inputs; an index past the matrix's last input marks padding."""
+        """See `PackedTensor.order`. An index past the matrix's last input marks padding."""
         return self.own_order
 
     @cached_property
@@ -149,11 +149,11 @@ def _packed_part(tensor: PackedTensor, cut: Cut, device: int) -> PackedPart | No
 
 
 def _order_of_part(tensor: PackedTensor, cut: Cut, device: int) -> tuple[int, np.ndarray]:
-    """Return the size of groups in all parts, and the order of one part's inputs.
+    """Return the size of groups in the parts of all devices, and the order of one part's inputs.
 
-    Each part has all groups of the matrix, but only some inputs of each group. The number of these
-    inputs differs, because the inputs of a group are not adjacent in the matrix. So the groups are
-    padded to the same size, with indices past the last input.
+    The inputs of a group are not adjacent in the matrix, so each device gets some inputs of each
+    group. The number of these inputs differs by group and by device. So all groups are padded to
+    the same size, with indices past the last input.
     """
     assert tensor.order is not None
     depth, count = tensor.shape[1], tensor.num_groups

@@ -77,7 +77,7 @@ class Rounded:
             return self._round()
 
     def _read_scales(self) -> np.ndarray:
-        """Return the scales. If the numbers were read before, nothing is computed again."""
+        """Return the scales. Compute them, and the numbers, only if they are not known yet."""
         with self._lock:
             if self._scales is None:
                 self._round()

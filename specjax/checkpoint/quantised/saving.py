@@ -90,7 +90,7 @@ def _packed_bytes(name: str, tensor: Any) -> Parts:
 
 
 def _words(numbers: Any) -> np.ndarray:
-    """Return words i32, each of four numbers plus 128, from numbers i8[O, I]."""
+    """Pack numbers i8[O, I] into words i32. A word has four numbers, plus 128 each."""
     codes = np.asarray(numbers).view(np.uint8) ^ 0x80
     return np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4))).view(np.int32)
 

@@ -92,10 +92,11 @@ class ScalesSpec(TensorSpec):
 
     @property
     def block(self) -> Block:
-        """The rows and columns of the matrix that share a scale.
+        """The numbers of adjacent rows and columns of the merged matrix that share a scale.
 
-        A block never crosses the border between two merged tensors, between two blocks of a
-        tensor, or between two parts of a head. So it may have fewer rows than a tensor's blocks.
+        Each merged tensor has blocks of rows and columns that share a scale. The blocks of the
+        matrix are parts of the tensors' blocks. They may have fewer rows, so that they cross no
+        border between two tensors or between two parts of a head.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))

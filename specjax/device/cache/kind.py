@@ -117,10 +117,10 @@ class CacheKind(Protocol):
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run one more drafting step in training; return its output, and `kept` for the next step.
+        """Run one more drafting step in training; return its output and the new `kept`.
 
-        A drafting step makes one more draft after every row of the sequences. `kept` holds an
-        entry for each previous step, and is () at first. The returned `kept` has one more entry.
+        A drafting step makes one more draft after every row of the sequences. `kept` is a tuple
+        with an entry for each previous step. The new `kept` also has an entry for this step.
         """
         ...
 

@@ -154,7 +154,7 @@ class LatentAttention(PagesOnly):
     def unrolled(
         self, length: int, kept: tuple, inputs: ProjectedLatents
     ) -> tuple[jax.Array, tuple]:
-        """Run one more drafting step; return its output [N, H, D_v], and `kept` for the next step.
+        """Run one more drafting step; return its output [N, H, D_v] and the new `kept`.
 
         `kept` is a tuple with the keys and values (k, v) of each step so far. The rows of step 0
         are the tokens of the sequences. Row t of a later step is one more draft after token t. This

@@ -143,9 +143,9 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Update the states with the accepted tokens that they lack, then run the rows.
+        """Run the rows; return the output [N, H_v, D_v] and the new cache.
 
-        Return the output [N, H_v, D_v] and the new cache.
+        Before, recurrent states are updated with pending tokens: accepted tokens that they lack.
         """
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(

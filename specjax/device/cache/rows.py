@@ -25,8 +25,9 @@ class CachedRows:
     afterwards.
 
     If `writes` is false, the rows' keys and values are already in the pages and are not written
-    again. Other requests may share the pages, and this program may round the numbers differently
-    from the program that wrote them. If `attends` is false, only keys and values are computed.
+    again. Other requests may share the pages, so their numbers must not change, and this program
+    may round differently from the program that wrote them. If `attends` is false, only keys and
+    values are computed.
 
     `windows` are the attention windows of layers that have separate pages. A page that is behind
     the window of every row is freed, and its entry in these layers' page table becomes -1.
@@ -118,12 +119,12 @@ class JoinedRows:
 
     @property
     def attends(self) -> bool:
-        """Whether the output of attention is used in any part."""
+        """Whether any of the concatenated parts of the step uses the output of attention."""
         return any(rows.attends for rows in self.parts)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The range of each part's rows."""
+        """For each of the joined `parts`, the slice with its rows."""
         ends = list(accumulate((len(rows.positions) for rows in self.parts), initial=0))
         return tuple(map(slice, ends, ends[1:]))
 

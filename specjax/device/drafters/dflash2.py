@@ -137,7 +137,10 @@ class DFlash2(Refinement):
         return Residual(x, self._convolved(out, after, rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
-        """Return the weights b_i + c_ti [2, taps, N, D] of two convolutions for rows x [N, D]."""
+        """Return the weights [2, taps, N, D] of two convolutions over rows x [N, D].
+
+        A weight is the sum of a constant b_i and of a number c_ti that is computed from the row.
+        """
         by_group = params.projection.multiply(x).reshape(len(x), 2, self.num_taps, -1)
         by_row = jnp.repeat(by_group, self.group_size, axis=-1).transpose(1, 2, 0, 3)
         return params.base[:, :, None] + by_row
@@ -180,9 +183,10 @@ class DFlash2(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return a config's refinement, and the index of the first row of a block that gives a draft.
+    """Return a config's refinement, and the index of the first row that gives a draft.
 
-    The index is always 1. `own` is the config's field `dflash_config`.
+    The index counts the rows of a block, and is always 1. `own` is the config's field
+    `dflash_config`.
 
     Raises:
         CheckpointError: sizes are missing or inconsistent.

@@ -1,4 +1,7 @@
-"""Reads the files of DFlash heads, in the layout of the authors, speculators or transformers."""
+"""Reads the files of DFlash heads.
+
+A head has the layout of DFlash's authors, of the library speculators or of transformers.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -64,7 +67,7 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[DFlashDrafter, DFlashParams]:
-    """Load a head in the layout of its authors, of speculators or of transformers.
+    """Load a head from a folder in one of the layouts that this file's docstring lists.
 
     Raises:
         CheckpointError: the head was made for another target, makes fewer drafts than `config`

@@ -343,7 +343,7 @@ class Drafter(Protocol):
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` in which `params.head`, if set, replaces the result of `head_of`."""
+        """Return `params` with `params.head` as the drafter's output head, unless it is None."""
         ...
 
     def draft(

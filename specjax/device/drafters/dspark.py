@@ -52,10 +52,10 @@ class Markov(Refinement):
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
-    """Return a config's refinement, and the index of the first row of a block that gives a draft.
+    """Return a config's refinement, and the index of the first row that gives a draft.
 
     The refinement is a `Markov`, or a plain `Refinement` if the config describes no correction of
-    logits. `own` is the config's field `dflash_config`.
+    logits. The index counts the rows of a block. `own` is the config's field `dflash_config`.
 
     Raises:
         CheckpointError: the correction is not of kind "vanilla".

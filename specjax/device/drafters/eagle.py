@@ -61,7 +61,7 @@ class EagleParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleHead(ShapedHead):
-    """The EAGLE-1 head. `shape` is a decoder whose first layer has the head's shapes."""
+    """The EAGLE-1 head. It has the shapes of the first layer of the decoder `shape`."""
 
     shape: Llama
     has_fc_bias: bool = False

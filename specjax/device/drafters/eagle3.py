@@ -6,7 +6,7 @@
     logits = head norm(y)                         usually over a reduced vocabulary
 
 There may be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 may
-apply a norm to each h before fc. In a head without states h, g is the target's normed output. For
+apply a norm to each h before fc. Some heads read no h: their g is the target's normed output. For
 each draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with
 the full vocabulary may use the target's output head.
 """
@@ -422,8 +422,8 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
     """Return a head's tensors `d2t` and `t2d` in the published format.
 
-    `d2t` holds i64[V_d], the target's i-th id minus i. `t2d` is a mask bool[V], true for tokens of
-    the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.
+    `d2t` i64[V_d] holds, for each draft id i, the target's id minus i. `t2d` bool[V] is true for
+    tokens of the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.
     """
     if params.target_ids is None:
         return {}

@@ -22,7 +22,7 @@ class DraftHead(DrafterWeights, Protocol):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
+        """Indices of the target's layers. The head reads the inputs of these layers."""
         ...
 
     @property
@@ -71,7 +71,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
+        """Indices of the target's layers. The head reads the inputs of these layers."""
         return self.head.aux_layers
 
     @property
@@ -81,9 +81,10 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: most heads can observe the rows of several rounds together.
+        """True: a single call of `observe` may take the rows of several rounds.
 
-        The keys and values that such a head computes for a row do not depend on later rows.
+        This is correct for most heads, because the keys and values that they compute for a row do
+        not depend on later rows.
         """
         return True
 

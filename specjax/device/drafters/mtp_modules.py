@@ -138,8 +138,8 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     ) -> tuple[Draft, ModulesState]:
         """See `Drafter.draft`.
 
-        The cache of module i lacks the rows of this round's previous drafts. So the module runs
-        them together with the row that gives the next draft.
+        Module i, which makes draft i, has not run the rows of this round's earlier drafts yet. So
+        it runs these rows together with the row that gives draft i.
         """
         hidden, kv = state.hidden[context.slots], list(state.kv)
         starts, most = context.starts, len(self.head.modules)

@@ -84,7 +84,7 @@ class PEagleHead(Eagle3Head):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """Run all layers on `tokens` i32[N] and g = `hidden` [N, D].
+        """Run all layers on `tokens` i32[N] and `hidden` [N, D] (g in the module's docstring).
 
         Return the normed output [N, D] and the new kv.
         """
@@ -173,7 +173,7 @@ def load(
     placement: Placement,
     log: Log,
 ) -> tuple[PEagleDrafter, PEagleParams]:
-    """Load a head in the layout of EAGLE-3 (AWS) or speculators ("peagle").
+    """Load a head in the layout of EAGLE-3 (AWS) or of the library speculators ("peagle").
 
     Raises:
         CheckpointError: the head was made for another target, or is another kind of head.

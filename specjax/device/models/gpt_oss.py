@@ -70,9 +70,11 @@ class GptOss(Llama):
 
     @property
     def inner_multiple(self) -> int:
-        """`BLOCK`, because a block of `BLOCK` weights shares a scale in MXFP4 and stays whole.
+        """A number that must divide each device's part of the experts' inner width.
 
-        The result is 1 if `BLOCK` does not divide the inner width: MXFP4 cannot store such experts.
+        The number is `BLOCK`: in MXFP4, `BLOCK` adjacent weights share a scale, so they must be on
+        the same device. The number is 1 if `BLOCK` does not divide the inner width, because MXFP4
+        cannot store such experts.
         """
         return BLOCK if self.experts and self.experts.intermediate_size % BLOCK == 0 else 1
 

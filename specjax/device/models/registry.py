@@ -130,9 +130,9 @@ def load_weights(
 ) -> Any:
     """Load the parameters of `model` from its checkpoint folder; see `load_params`.
 
-    The log lists tensors that are not loaded or are unpacked, and rotary frequencies that differ
-    from the config's. If `quantization` is set, the weights of an unquantised checkpoint are
-    quantised, and the log also gives the largest relative error of a matrix.
+    The log lists tensors that are ignored, tensors that are unpacked, and rotary frequencies that
+    differ from the config's. If `quantization` is set, the weights of an unquantised checkpoint are
+    quantised, and the log also gives the largest relative error over all matrices.
     """
     stored, hf = open_checkpoint(folder), read_config(folder)
     files = find_scales(stored, hf, dtype)

@@ -48,8 +48,8 @@ def divided_as_stored(
 ) -> Any:
     """Return the weight `x`, which is divided over devices, in the form that the checkpoint stores.
 
-    `found` are the checkpoint's tensors of the weight. `make` returns the stored form of a weight
-    that is not divided; see `stored.STORED`.
+    `found` holds the checkpoint's tensors that `x` merges. `make` is the function in
+    `stored.STORED` that returns the stored form of an undivided weight of this class.
     """
     spec: DividedSpec = x.values
     names = tuple(map(str, range(len(spec.local.names))))

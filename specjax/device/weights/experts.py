@@ -57,8 +57,8 @@ def expert_matrices(
 ) -> ExpertMatrices:
     """Return `ExpertMatrices` of experts whose projections are separate tensors.
 
-    The projections of an expert are merged into one matrix. A `TensorSpec` takes the place of the
-    array. `checkpoint.spec.experts` explains the arguments.
+    The projections of an expert are merged into one matrix. The result holds a `TensorSpec` instead
+    of an array. `checkpoint.spec.experts` explains the arguments.
     """
     return ExpertMatrices(experts(names, num_in, num_outs, **axis))
 
@@ -68,7 +68,7 @@ def fused_expert_matrices(
 ) -> ExpertMatrices:
     """Return `ExpertMatrices` of experts that are all stored in one tensor.
 
-    A `TensorSpec` takes the place of the array. `checkpoint.spec.fused_experts` explains the
+    The result has a `TensorSpec` instead of an array. `checkpoint.spec.fused_experts` explains the
     arguments.
     """
     return ExpertMatrices(fused_experts(name, num_experts, num_in, num_out, is_swapped, **axis))

@@ -85,8 +85,8 @@ class Dense(Matrix):
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """Return the product [N, out - first] of rows x [N, in] with columns from `first` on.
 
-        A GPU reads only the columns from `first` on. A CPU would copy them, which takes longer than
-        the product with all columns.
+        On a GPU, only the columns from `first` on are read. On a CPU, the product with all columns
+        is computed, because XLA would copy the columns from `first` on, which takes longer.
         """
         return jax.lax.platform_dependent(
             x,
@@ -101,7 +101,7 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """Return the matrix as `Blocks` if devices of `platform` multiply faster with them.
+        """Return the matrix as `Blocks` if devices of `platform` then multiply faster.
 
         A matrix on several devices is returned unchanged. So is a matrix in host memory (a NumPy
         array), as in an engine that sleeps.
@@ -170,7 +170,7 @@ def dense(
 ) -> Any:
     """Return a `Dense` that merges projections [out, in] of one input.
 
-    A `TensorSpec` takes the place of its array.
+    The result has a `TensorSpec` instead of an array.
 
     Args:
         names: the names of the tensors, which hold one projection each.

@@ -80,7 +80,7 @@ class _ExponentsSpec(_PackedSpec):
 
 
 def mxfp4_specs(spec: TensorSpec) -> Any:
-    """Return `PackedExperts` with `TensorSpec`s in the places of arrays.
+    """Return `PackedExperts` that have `TensorSpec`s instead of arrays.
 
     `spec` is the `MXFP4Spec` of the same experts. Loading `spec` itself would unpack the numbers.
     """

@@ -24,8 +24,8 @@ def narrow(x: Weight, quantization: str) -> Weight:
 
     There is a scale per output; or, for 4-bit numbers, per output and group of inputs. An embedding
     table becomes a matrix that can only be used as an output head. A weight is returned unchanged
-    if its class has no form with such numbers, or if its inputs on a device cannot be divided into
-    groups.
+    if its class has no form with such numbers, or if the number of inputs on a device is not a
+    multiple of the group size.
 
     The weight may be divided over devices. If its array is only a shape, the arrays of the result
     are shapes, too.
@@ -53,7 +53,10 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-    """Return the shape of `array`, divided over devices if `like` (by default `array`) is."""
+    """Return the shape and dtype of `array`. If `like` is divided over devices, the result is, too.
+
+    `like` defaults to `array`.
+    """
     if is_divided(array if like is None else like):
         return divided_shape(array.shape, array.dtype)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -101,7 +101,7 @@ class _Spec(TensorSpec):
 
     @property
     def is_stored(self) -> bool:
-        """False: the stored tensors do not have the shapes `file_shapes`."""
+        """False: `file_shapes` are shapes of the unpacked weights, not of tensors in the file."""
         return False
 
     @property
@@ -140,7 +140,7 @@ class _CodesSpec(_Spec):
         return self.num_out, self.packing.width(self.form.num_in)
 
     def read(self, find: Callable[[str], Any]) -> list[Any]:
-        """Return the tensors of packed codes. If inputs are reordered, add the order at the end."""
+        """Return the tensors of packed numbers, and then the order of inputs if it is not None."""
         tensors = [find(name) for name in self.names]
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order
@@ -226,7 +226,7 @@ class _OrderSpec(_Spec):
 
 
 def packed_specs(given: Mapping[str, Any], tensors: Sequence[PackedTensor]) -> Packed:
-    """Return the `Packed` that merges `tensors`, with `TensorSpec`s in the places of arrays.
+    """Return the `Packed` that merges `tensors`. It has `TensorSpec`s instead of arrays.
 
     All tensors have the same `form`. `given` maps fields of `TensorSpec`, for example `names`, to
     their values for these tensors.

@@ -23,7 +23,7 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
     A projection stays unquantised if its inputs cannot be divided into groups with one scale each,
-    or if its class of weights has no form with the quantised numbers. The division of a model over
+    or if weights of its class cannot be quantised to such numbers. The division of a model over
     devices does not change which projections are quantised, nor their numbers.
 
     Args:

@@ -92,7 +92,11 @@ class ScaledLatentUp(LatentProjection):
 
 @dataclass(frozen=True, kw_only=True)
 class _Spec(TensorSpec):
-    """The spec of the numbers of all heads' keys or values. `file_shapes` is [H (D_n + D_v), R]."""
+    """The `TensorSpec` of the 8-bit weights that compute all heads' keys, or all heads' values.
+
+    The file tensor [H (D_n + D_v), R] has both: for each head D_n rows for keys, then D_v for
+    values.
+    """
 
     num_heads: int
     first: int  # of a head's rows: 0, or D_n
@@ -104,9 +108,9 @@ class _Spec(TensorSpec):
         return self.laid_out((self.num_rows, self.file_shapes[0][1]))
 
     def laid_out(self, sizes: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of an array that has `sizes`, (rows, columns), for each head.
+        """Return the shape of an array that stacks one matrix per head.
 
-        The matrices of keys are stored transposed.
+        `sizes` is the pair (rows, columns) of a matrix. Matrices of keys are transposed.
         """
         return self.num_heads, *(sizes if self.first else sizes[::-1])
 
@@ -146,7 +150,7 @@ class _ScalesSpec(_Spec):
 
 
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
-    """Return the `ScaledLatentUp` that is stored as `tensor`, with `TensorSpec`s for arrays.
+    """Return the `ScaledLatentUp` that is stored as `tensor`. It has `TensorSpec`s, not arrays.
 
     `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
     needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be

@@ -57,9 +57,9 @@ def dequantise(params: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs`, changed so that weights that the files store quantised stay quantised.
+    """Return `specs` with which weights that the files store quantised are loaded quantised.
 
-    Weights that are stored unquantised, or in a form that must be unpacked, are unchanged.
+    The specs of other weights, and of weights in a form that must be unpacked, are unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.
@@ -80,9 +80,10 @@ def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> A
 
 
 def _matrix(x: Dense, found: Sequence[Any]) -> Any:
-    """Return the matrix `x` in the form in which its tensors `found` are stored.
+    """Return the matrix `x` in the form in which the checkpoint stores it.
 
-    If the tensors have different forms, the result is a `Mixed`.
+    `found` holds the checkpoint's tensors that `x` merges. If these tensors have different forms,
+    the result is a `Mixed`.
     """
     spec: Any = x.values
     keys = [(type(one), one.form) if type(one) in FORMS else None for one in found]
@@ -107,8 +108,8 @@ def unpacked(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> li
 def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
     """Return the matrix that merges some adjacent tensors, which have the same form.
 
-    The tensors are `found[i]` for i in `at`. `found` holds all tensors of a larger matrix, and
-    `spec` is the `TensorSpec` of this larger matrix without quantisation.
+    `found` holds all tensors of a larger matrix, and `at` holds the indices of the tensors to
+    merge. `spec` is the `TensorSpec` of the larger matrix without quantisation.
     """
     own = slice(at[0], at[-1] + 1)
     given: dict[str, Any] = {"names": spec.names[own], "file_shapes": spec.file_shapes[own]}
@@ -121,7 +122,7 @@ def _one_form(spec: TensorSpec, found: Sequence[Any], at: list[int]) -> Any:
 
 
 def _table(x: Table, found: Sequence[Any]) -> Any:
-    """Return the table `x` in the form in which its tensor is stored."""
+    """Return `x`, or a `StoredTable` if the table's tensor in the file is quantised."""
     made = _one_form(x.values, found, [0])  # pyright: ignore[reportArgumentType]
     if type(made) is Dense:
         return x
@@ -129,9 +130,10 @@ def _table(x: Table, found: Sequence[Any]) -> Any:
 
 
 def _experts(x: ExpertMatrices, found: Sequence[Any]) -> Any:
-    """Return the experts `x` in the form in which their tensors `found` are stored.
+    """Return the experts `x` in the form in which the checkpoint stores them.
 
-    If the tensors have no common form, `x` is returned unchanged.
+    `found` holds the checkpoint's tensors that `x` merges. If these tensors have no common form,
+    `x` is returned unchanged.
     """
     spec: Any = x.values
     if spec.is_packed:

@@ -41,7 +41,7 @@ class Weight:
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Return whether `on` would change the form of a weight with this dtype.
+        """Return whether `on(platform)` would change the form of this weight in `dtype`.
 
         `platform` is "cpu" or "gpu".
         """
@@ -58,9 +58,9 @@ class Weight:
     def quantise(self, plain: Any) -> Any:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
-        `plain` is unquantised, and has the class of `self.plain(...)`. Numbers are rounded to the
-        nearest quantised numbers. This weight's arrays may be only shapes, except for i32 arrays
-        such as an order of inputs.
+        `plain` is an unquantised weight of the class that the method `plain` returns. Its numbers
+        are rounded to the nearest quantised numbers. This weight's own numbers are not used, so
+        its arrays may be only shapes, except for i32 arrays such as an order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))
 
@@ -90,7 +90,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return the maximum number of bytes that `weights_on` adds to parameters in `dtype`.
+    """Return the maximum number of bytes by which `weights_on` enlarges parameters in `dtype`.
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """
@@ -105,9 +105,10 @@ def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
 
 
 class _Values(GetAttrKey):
-    """The pytree key of a weight's field `values`.
+    """The pytree key of a weight's field `values`, its main array.
 
-    It prints as an empty string, so that this array has the same path in a tree as its weight.
+    The key prints as an empty string. So in a tree, the path of the array `values` is the path of
+    the weight.
     """
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this numb
 
 
 class Suggestion(NamedTuple):
-    """A path of expected tokens from the position `start` on. Its last tokens may become drafts."""
+    """The tokens that the host expects from position `start` on. The last ones may be drafts."""
 
     start: int
     tokens: list[int]
@@ -36,10 +36,10 @@ class Suggestion(NamedTuple):
 
 
 def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
-    """Return whether the device used a path (a suggestion) in the round of the last tokens.
+    """Return whether the drafts of the latest round came from the suggestion `path`.
 
-    The round gave the last `num_kept` tokens. A path is used if it agrees with the tokens that were
-    known before the round, and continues after them.
+    The round gave the last `num_kept` tokens of the sequence. The drafts came from `path` if it
+    agrees with the tokens before the round, and continues after them.
     """
     if path is None:
         return False
@@ -50,7 +50,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The best continuation of all sources: the most accepted drafts are expected from it."""
+    """The continuation, of any source, from which the most accepted drafts are expected."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight
@@ -84,8 +84,8 @@ class Suggester:
     Attributes:
         sources: the sources; empty if all drafts come from the drafter.
         max_drafts: the maximum number of drafts in a round.
-        counts: counts by the name of the source. The drafter counts as a source, too; for its name,
-            see `Method.drafter`.
+        counts: the counts of each source by name, and the counts of the drafter. For the name of
+            the drafter, see `Method.drafter`.
     """
 
     @classmethod
@@ -116,7 +116,7 @@ class Suggester:
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens in a path: the tokens of a round in flight, then the drafts."""
+        """Maximum number of tokens in a `Suggestion`: for the round in flight, and for the next."""
         return 2 * self.max_drafts + 1 if self.sources else 0
 
     def suggest(

@@ -127,11 +127,11 @@ class TextIndex:
     ) -> Continuation:
         """Return the best continuation of a text that ends with `tokens`.
 
-        It has `num_in_flight` expected tokens, followed by at most `count` drafts. Without drafts,
-        `NOTHING` is returned. For each length of a match, a continuation is built from the
-        occurrences with at least this length: repeatedly, their most frequent next token is
-        appended. The continuation with the largest score is returned. Of equal scores, the
-        continuation of the longest match is returned.
+        It has `num_in_flight` expected tokens, followed by at most `count` drafts. It is `NOTHING`
+        if no drafts are found. A match is an earlier occurrence of the last of `tokens`. For each
+        length n of a match, one continuation is built: each next token is the most frequent token
+        after the matches of at least n tokens. The continuation with the largest score is returned.
+        Of equal scores, the continuation of the longest match is returned.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING

@@ -13,7 +13,7 @@ are gradually forgotten.
 """
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -64,11 +64,15 @@ class _Counts:
         self.accepted = [factor * x for x in self.accepted]
         self.rejected = [factor * x for x in self.rejected]
 
-    def add(self, verdict: DraftOutcome, count: int) -> None:
-        for i in range(verdict.num_accepted):
-            self.accepted[i] += count
-        if verdict.num_accepted < verdict.num_drafts:
-            self.rejected[verdict.num_accepted] += count
+    def learn(self, verdicts: Sequence[tuple[DraftOutcome, int]]) -> None:
+        # Only first drafts count here: the others depend on them.
+        num_drafts = sum([count for _, count in verdicts])
+        self.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
+        for (num_drafts, num_accepted, *_), count in verdicts:
+            for i in range(num_accepted):
+                self.accepted[i] += count
+            if num_accepted < num_drafts:
+                self.rejected[num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
         """Return the estimated acceptance rate at position i.
@@ -80,16 +84,16 @@ class _Counts:
 
 
 class Acceptance:
-    """Learns acceptance rates from outcomes of rounds.
+    """Learns from outcomes of rounds how often the first, the second, ... draft is accepted.
 
-    It learns the rates of all requests together, of each bucket of lengths (see `contexts`), and of
-    each group within a bucket. Each rate starts at a prior rate, and approaches the observed
-    fraction as drafts are counted. The prior rates are
+    There is a rate for each draft position: for all requests together, for each bucket of lengths
+    (see `contexts`), and for each group of requests in a bucket. Each rate starts at a prior rate,
+    and approaches the observed fraction as drafts are counted. The prior rates are
 
-    - for a group: the rate of its bucket,
+    - for a group: the bucket's rate at the same position,
     - for a bucket: the rate of the next shorter bucket, or, for the shortest one, of all requests,
-    - for a position, over all requests: the rate of the position before it, with a learned offset
-      added to its log-odds.
+    - for all requests: the rate at the position before, with a learned offset added to its
+      log-odds.
 
     The offset changes little when acceptance rises or falls as a whole. So the rates of later
     positions stay useful, even if these positions are seldom drafted. While all requests are in one
@@ -130,22 +134,21 @@ class Acceptance:
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Count the outcomes of a round. `verdicts` maps each outcome to its number of requests."""
-        by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
-        by_bucket: dict[int, dict[DraftOutcome, int]] = {}
+        seen: dict[_Counts, list[tuple[DraftOutcome, int]]] = {}
         for verdict, count in verdicts.items():
-            if verdict.num_drafts:
-                by_group.setdefault((verdict.group, verdict.bucket), {})[verdict] = count
-                by_bucket.setdefault(verdict.bucket, {})[verdict] = count
-        if not by_group:
-            return
-        for bucket, counted in by_bucket.items():
-            counts = self._buckets.setdefault(bucket, _Counts(self.max_drafts))
-            _learn(counts, counted.items())
-        _learn(self._all, [pair for group in by_group.values() for pair in group.items()])
-        for group, counted in by_group.items():
+            if not verdict.num_drafts:
+                continue
+            group, bucket = (verdict.group, verdict.bucket), verdict.bucket
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
-            _learn(counts, counted.items())
             self._groups[group] = counts  # the last group to be evicted
+            if bucket not in self._buckets:
+                self._buckets[bucket] = _Counts(self.max_drafts)
+            for one in self._all, self._buckets[bucket], counts:
+                seen.setdefault(one, []).append((verdict, count))
+        if not seen:
+            return
+        for counts, pairs in seen.items():
+            counts.learn(pairs)
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
@@ -167,16 +170,18 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Update each position's offset: how far its log-odds differ from the position before.
+        """Update the offset of each draft position.
 
-        An offset moves towards the current difference. The more drafts were just verified at the
-        position, the further the offset moves.
+        The offset estimates the difference between the log-odds of acceptance at this position and
+        at the position before. It moves towards the current difference. The more drafts were just
+        verified at this position, the further it moves.
         """
-        rates = self._pooled()
+        logits = list(map(logit, self._pooled()))
+        depths = [(verdict.depth, count) for verdict, count in verdicts.items()]
         for i in range(1, self.max_drafts):
-            fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
+            fresh = sum([count for depth, count in depths if depth > i])
             gain = fresh / (fresh + _OFFSET_WEIGHT)
-            difference = logit(rates[i]) - logit(rates[i - 1])
+            difference = logits[i] - logits[i - 1]
             self._offsets[i] += gain * (difference - self._offsets[i])
 
 
@@ -188,16 +193,8 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
     return 1 + sum(rates[:k])
 
 
-def _learn(counts: _Counts, verdicts: Iterable[tuple[DraftOutcome, int]]) -> None:
-    verdicts = list(verdicts)
-    num_drafts = sum(count for _, count in verdicts)  # first drafts only: the others depend on them
-    counts.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
-    for verdict, count in verdicts:
-        counts.add(verdict, count)
-
-
 def conditional(rates: Sequence[float]) -> list[float]:
-    """Return the conditional rates c_i of unconditional `rates`."""
+    """Return the conditional acceptance rates c_i, given the unconditional `rates`."""
     return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates, strict=False)]
 
 

@@ -64,10 +64,10 @@ class Fairness:
         return cls(members, goodput[0] * (1 - max_slowdown), doubt)
 
     def __init__(self, members: Any, least: float, doubt: float):
-        """`members` bool[n, R] says in which of R ranges of lengths each of n requests is.
+        """`members` bool[n, R] says in which of R ranges of context lengths each of n requests is.
 
-        Ranges with few requests are left out. `least` is 1 - max_slowdown times the tokens per
-        millisecond of a round without drafts.
+        Ranges with few requests are left out. `least` is the minimum of tokens per millisecond:
+        (1 - max_slowdown) times the value for a round without drafts. For `doubt`, see the class.
         """
         self._means = members / members.sum(axis=0)
         self._least = least
@@ -76,8 +76,8 @@ class Fairness:
     def ks(self, goodput: Mapping[int, float], gains: Any, current: int | None) -> list[int]:
         """Return each K whose round slows down no range of context lengths too much.
 
-        The time of a round without drafts is uncertain. So a K other than 0 and `current` must pass
-        even if rounds without drafts are faster than estimated by the fraction `doubt`.
+        Rounds without drafts may be faster than estimated, by the fraction `doubt`. A K other than
+        0 and `current` is returned only if it is allowed even then.
 
         Args:
             goodput: see `of`.

@@ -67,7 +67,7 @@ class Policy(Protocol):
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Prepare to serve an engine. Calling `replay` measures the times of rounds."""
+        """Prepare to serve an engine. `replay` is a function that measures the times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
@@ -264,8 +264,8 @@ class GoodputPolicy:
     def _hold(self, best: int, goodput: Mapping[int, float], fair: Collection[int]) -> int:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
-        `best` replaces the current K if it is clearly better, if the current K has not been the
-        best for many rounds in a row, or is not in `fair` (not allowed).
+        `best` replaces the current K if `best` is clearly better, if the current K has not been the
+        best for many rounds in a row, or if the current K is not in `fair` (not allowed).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1
@@ -291,17 +291,17 @@ class GoodputPolicy:
 
     def _goodput(self, load: DecodeLoad, gains: Any) -> dict[int, float]:
         accepted = (gains.sum(axis=0) / len(gains)).tolist()
-        result = {}
-        for k in self._choices:
+        n, result = load.num_sequences, {}
+        times = self.cost.times(n, self._choices, load.num_context)
+        for k, ms in zip(self._choices, times, strict=True):
             share = load.share(k)
-            tokens = load.num_sequences * (1 + accepted[k])
-            num_sequences = max(1, round(load.num_sequences * share))
-            ms = self._ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / ms
+            if share < 1:
+                ms = self.cost.ms(max(1, round(n * share)), k, share * load.num_context)
+            result[k] = share * n * (1 + accepted[k]) / (ms + self._chunk_ms)
         return result
 
     def observe(self, outcome: Round) -> None:
-        """Learn times and acceptance from a round."""
+        """Update the estimates of times and acceptance rates with a round's results."""
         if self._learns_acceptance and outcome.k:
             self._warm_up_rounds -= 1
             self.acceptance.observe(outcome.verdicts)
@@ -384,12 +384,14 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. With
-        `is_limited`, no K may be much slower than K = 0, so K = 0 is tried, too. If no K was tried
+        A K is tried if its time is so uncertain that its goodput may be the best. `is_limited` says
+        whether rounds are compared with K = 0, so that K = 0 is tried, too. If no K was tried
         for `PROBE_EVERY` rounds, the neighbour of `best` used in the fewest rounds is tried.
         """
-        n = load.num_sequences
-        tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
+        if self._since_probe < FIRST_EVERY:
+            return best
+        n, batch = load.num_sequences, self.cost.padded(load.num_sequences)
+        tried = {k: self._tried[batch, k] for k in self._choices if k != best}
         if self._learns_cost and tried:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}

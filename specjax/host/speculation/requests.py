@@ -87,10 +87,10 @@ class RequestRates:
     def rates(
         self, requests: ReadyRequests, rates_of: Callable[[Hashable, int], Sequence[float]]
     ) -> np.ndarray:
-        """Return the unconditional rates f64[n, K] of drafts 1..K of each request.
+        """Return the unconditional acceptance rates f64[n, K] of drafts 1..K of n requests.
 
-        `rates_of(group, bucket)` returns the prior rates for requests of a group, with lengths in
-        this bucket (see `contexts`).
+        `rates_of(group, bucket)` returns the prior rates of the requests that belong to `group` and
+        whose length is in the range `bucket` (see `contexts`).
         """
         pairs = list(zip(requests.groups, context_buckets(requests.lengths), strict=True))
         kinds = {pair: i for i, pair in enumerate(dict.fromkeys(pairs))}

@@ -28,9 +28,9 @@ class SplitShape(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Says which requests draft in a split round, in which the other requests do not draft.
+    """The requests that draft in a split round. The other requests of the round do not draft.
 
-    `drafting` holds the indices of these requests in the list of ready requests.
+    `drafting` holds the indices of the drafting requests in the list of ready requests.
     """
 
     shape: SplitShape
@@ -83,15 +83,15 @@ class DecodeLoad:
 class Round:
     """The outcome of a round (draft, then verify), or of one part of a split round.
 
-    In a split round, only one part of the requests drafts. If both parts ran in one program, `ms`
-    is the program's time, `others` and `others_context` describe the requests that did not draft,
-    and all other fields describe the requests that drafted.
+    A split round has two parts: some requests draft, and the other requests do not draft. If one
+    program ran both parts, `ms` is the time of the program, `others` and `others_context` describe
+    the requests that did not draft, and all other fields describe the requests that drafted.
 
     Attributes:
         batch: batch size of the round's shape, including padding.
         k: number of drafts per request.
         num_context: number of tokens before the round, summed over sequences.
-        verdicts: number of requests by outcome.
+        verdicts: number of requests that had each outcome.
         ms: milliseconds of the round; None if unknown.
         chunk_ms: milliseconds of prefill chunks since the previous step; None for the part of a
             split round that does not draft.

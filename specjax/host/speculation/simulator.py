@@ -54,8 +54,9 @@ class World:
     def round_ms(self, batch: int, k: int, context: float, split: Split | None) -> float:
         """Return the milliseconds, without noise, of a round with `context` context tokens.
 
-        In a split round, only some requests draft, and `batch` is not used. Its time is an estimate
-        (see `split`): contexts cost as much as if all requests drafted.
+        If `split` is not None, only some requests draft. The time without context is then the
+        estimate of `split_ms`, and `batch` is not used. The context tokens add as much time as if
+        all requests drafted.
         """
         ms = self.ms(batch, k) if split is None else split_ms(self.cost, split.shape)
         return ms + self.cost.context_ms(k, context)
@@ -145,9 +146,9 @@ class Workload:
 class Outcome:
     """The outcome of a simulated run.
 
-    Goodput is the expected number of tokens per millisecond. If only some requests of a round draft
-    (a split round), it is the actual number of tokens per expected millisecond, so the round's
-    regret may be negative.
+    Goodput is the expected number of tokens per millisecond. For a split round, in which only some
+    requests draft, goodput is the actual number of tokens per expected millisecond. So the regret
+    of a split round may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.

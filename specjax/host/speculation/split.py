@@ -54,7 +54,7 @@ class Splitter:
         self._accepted = 0.0  # at the last choice: expected for all requests, with the maximum K
 
     def clear(self) -> None:
-        """Reset `split` and `wish` before the next round."""
+        """Set `split` and `wish`, which describe the latest round, to None."""
         self.split = self.wish = None
 
     def choose(
@@ -67,17 +67,19 @@ class Splitter:
         rates: RequestRates,
         fairness: Fairness | None,
     ) -> Split | None:
-        """Choose whether only some requests draft next. Set `split` and `wish`; return `split`.
+        """Choose which requests draft in the next round; return None if the round is not split.
+
+        The attribute `split` is set to the result. The attribute `wish` may be set, too.
 
         Args:
-            load: the load of the round, with `requests` and `splits`.
-            gains: the expected number of accepted drafts, f64[n, K+1], for 0..K drafts of each
-                request.
+            load: the load of the round; its fields `requests` and `splits` are not None.
+            gains: the expected number of accepted drafts, f64[n, K+1], if each of n requests makes
+                0..K drafts.
             unsplit: tokens per millisecond of the best round that is not split.
             cost: the times of rounds that are not split.
             chunk_ms: milliseconds that a step takes in addition to its round.
-            rates: the acceptance rates of requests. Requests that do not draft forget a part of
-                their counts. So they are tried again later.
+            rates: the acceptance rates of requests. Counts of requests that do not draft are
+                reduced from time to time, so that these requests are tried again later.
             fairness: tells which rounds are allowed; None if all are.
         """
         requests, chosen = load.requests, self._chosen
@@ -190,9 +192,10 @@ def _order(gains: Any, k: int) -> Any:
 
 
 def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
-    """Return the estimated milliseconds of a split round without context, run as one program.
+    """Return the estimated milliseconds of a split round whose requests have no context tokens.
 
-    `table` is `cost.table` as an array. If it is None, it is computed.
+    One program runs the requests that draft and the requests that do not. `table` is `cost.table`
+    as an array, or None to compute this array.
     """
     table = np.array(cost.table) if table is None else table
     num_requests = shape.drafting + shape.others

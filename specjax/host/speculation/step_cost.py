@@ -21,7 +21,7 @@ length of their requests (see `contexts`).
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from statistics import median
@@ -76,7 +76,7 @@ class StepCost:
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
         self._long: dict[_Place, _Row] = {}  # for buckets after the first
-        # Results of `_estimates`, and of `_columns` by (batch size, bucket). Cleared when times change.
+        # Results of `_estimates` and, by batch size and bucket, of `_columns`, until times change.
         self._known: dict[_Place, tuple[Column, Column]] = {}
         self._found: dict[tuple[int, int], tuple[Column, Column]] = {}
 
@@ -94,7 +94,7 @@ class StepCost:
         )
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the measured time of a round. The time does not include context tokens.
+        """Set the measured time of a round without context.
 
         `batch_size` must be one of `batches`, and `k` one of `ks`. If other Ks were not measured
         for this batch size, their times are estimated: times are assumed to grow with K by the same
@@ -120,13 +120,19 @@ class StepCost:
         the known range has the times of the nearest known batch size. A K below all known Ks has
         the time of the smallest known K. Times for Ks above all known Ks are extrapolated.
         """
+        return self.times(batch_size, (k,), num_context)[0]
+
+    def times(self, batch_size: int, ks: Iterable[int], num_context: float = 0) -> list[float]:
+        """Return the milliseconds of a round for each K in `ks`; see `ms`."""
         known = batch_size, context_bucket(num_context / batch_size)
         if known not in self._found:
             self._found[known] = self._columns(*known)
         points, estimates = self._found[known]
-        point, estimate = _along_k(points, k), _along_k(estimates, k)
-        context = self.context_ms(k, num_context)
-        return estimate * (1 + context / point) * math.exp(self._drift)
+        drift, context_ms = math.exp(self._drift), self.context_ms
+        return [
+            _along_k(estimates, k) * (1 + context_ms(k, num_context) / _along_k(points, k)) * drift
+            for k in ks
+        ]
 
     def context_ms(self, k: int, num_context: float) -> float:
         """Return the milliseconds that `num_context` context tokens add to a round of k drafts."""
@@ -135,7 +141,7 @@ class StepCost:
     @property
     def table(self) -> list[list[float]]:
         """The milliseconds of rounds without context: a row per batch size, a column per K."""
-        return [[self.ms(batch, k) for k in self.ks] for batch in self.batches]
+        return [self.times(batch, self.ks) for batch in self.batches]
 
     def spread(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Return the standard deviation of the logarithm of an estimated time.
@@ -236,15 +242,19 @@ class _Row:
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Add the time of a round with users' requests. `column` is the index of its K.
+        """Add the time of a served round, a round with users' requests.
 
-        `surprise` is the logarithm of this time divided by the known time.
+        `column` is the index of the round's K. `surprise` is log(served time / known time). The
+        known time is from a profile or from artificial rounds.
         """
         self.served[column].append(surprise)
         self._sum(column)
 
     def move(self, points: Sequence[float]) -> None:
-        """Replace the known times by `points`, and keep the served times."""
+        """Replace the known times by `points`.
+
+        The times of rounds with users' requests do not change.
+        """
         for served, old, new in zip(self.served, self.points, points, strict=True):
             moved = [x + math.log(old / new) for x in served]
             served.clear()
@@ -253,15 +263,16 @@ class _Row:
         self._sum(*range(len(points)))
 
     def forget(self, column: int) -> None:
-        """Forget the served times of the K with the index `column`."""
+        """Forget the times of rounds with users' requests and one K, whose index is `column`."""
         self.served[column].clear()
         self._sum(column)
 
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
 
-        `elsewhere` is the prior mean of log(served time / known time) for this batch size. If a K
-        has no served times, its estimate is kept between the served times of smaller and larger Ks.
+        Served times are the times of rounds with users' requests. The estimate of a K without
+        served times is limited to the range between the served times of smaller and of larger Ks.
+        `elsewhere` is the prior mean of log(served time / known time) for this batch size.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         factor = math.exp(shared)
@@ -281,10 +292,11 @@ class _Row:
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Estimate the time of each K. `prior` has the estimates without this batch size's rounds.
+        """Return the time of each K, estimated from `prior` and from the served times.
 
-        All times are scaled by the mean ratio of the served times to `prior`. So the time of a K
-        without served times changes, too.
+        Served times are the times of rounds with users' requests. `prior` has estimates that do not
+        use them. First, all of `prior` is scaled by the mean ratio of the served times to `prior`.
+        So the time of a K without served times changes, too.
         """
         known = zip(self._weights, self.levels, prior, self.points, strict=True)
         moves = (weight * (level - math.log(ms / own)) for weight, level, ms, own in known)

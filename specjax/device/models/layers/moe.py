@@ -114,14 +114,15 @@ def moe(
 def _local_routes(routes: Routes, first: jax.Array, count: int) -> tuple[Routes, jax.Array]:
     """Return the part of `routes` that leads to this device's experts.
 
-    These are `count` experts, beginning with expert `first`. The second result is bool[N, C]:
+    This device has `count` experts, beginning with expert `first`. The second result is bool[N, C]:
     whether each of a row's chosen experts is on this device.
 
     In the new routes, the rows of this device's experts come first. Later rows are not computed,
     because `sizes` counts only the rows of this device's experts.
 
-    Every device has all rows, so devices exchange only the sum of the experts' outputs. Sending
-    rows to the devices of their experts would need a second exchange and save no computation.
+    Every device has all rows, so devices exchange only the sum of the experts' outputs. If rows
+    were sent to the devices of their experts, a second exchange would be needed, and no computation
+    would be saved.
     """
     sizes = jnp.pad(routes.sizes, (0, count))  # the last device may have fewer experts
     before = jnp.sum(jnp.where(jnp.arange(len(routes.sizes)) < first, routes.sizes, 0))

@@ -20,7 +20,10 @@ class NormSettings(Protocol):
 
 
 class Residual(NamedTuple):
-    """The residual stream before the latest layer, and this layer's output, still to be added."""
+    """The residual stream x before the latest layer, and `delta`, the output of this layer.
+
+    The output has not been added to the stream yet.
+    """
 
     x: jax.Array  # [N, D]
     delta: jax.Array  # [N, D]

@@ -83,7 +83,7 @@ class Rope:
         return (1 + self.query_beta * jnp.log1p(lengths))[:, None, None]
 
     def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
-        """Return the unscaled fraction of each frequency, between 0 and 1."""
+        """Return a weight per frequency: 1 to keep the frequency, 0 to divide it by `factor`."""
         wavelength = 2 * math.pi / freq
         ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -91,7 +91,7 @@ class Rope:
         return np.clip(ramp, 0.0, 1.0)
 
     def _yarn_kept(self) -> np.ndarray:
-        """Return the unscaled fraction of each frequency, between 0 and 1."""
+        """Return a weight per frequency: 1 to keep the frequency, 0 to divide it by `factor`."""
 
         def index(rotations: float) -> float:
             """Return the fractional index of the frequency with this number of rotations.
