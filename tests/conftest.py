@@ -23,6 +23,7 @@ from support.compilations import (
     CompilationLog,
     Process,
     compile_quickly,
+    share_arenas,
     share_compilations,
 )
 from support.engines import gpu_model, simulated_engines
@@ -59,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
     check_boundary()
+    share_arenas()
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     toolchain = TOOLCHAIN
     wanted = config.getoption("markexpr").replace("not optimized", "")

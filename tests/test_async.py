@@ -188,7 +188,8 @@ def test_a_step_in_flight_changes_nothing(drafting, drafter, schedule):
     [
         ("eagle3", "none"),
         pytest.param("ngram", "none", marks=pytest.mark.slow),
-        ("mtp", "none, hybrid"),
+        # `test_stress` compares the tokens of the same two engines in the fast suite.
+        pytest.param("mtp", "none, hybrid", marks=pytest.mark.slow),
     ],
 )
 def test_drafts_change_nothing(drafting, drafter, plain):

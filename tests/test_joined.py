@@ -1,7 +1,6 @@
 """Chunks and a round in one program: the same tokens as in two, with every kind of cache."""
 
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,9 +8,6 @@ from support.engines import generate, make_llm, tokens_of
 
 from specjax import SamplingParams
 from specjax.engine.programs import Begin, Decode, Joined, Prefill
-from specjax.host.speculation.acceptance import Acceptance
-from specjax.host.speculation.policy import GoodputPolicy, Round
-from specjax.host.speculation.step_cost import StepCost
 
 pytestmark = pytest.mark.usefixtures("small_test")
 
@@ -61,20 +57,3 @@ def test_the_same_tokens_as_apart(checkpoints, name):
         assert list(one) == list(other)
         values = [[x.logprob for x in row.values()] for row in (one, other)]
         np.testing.assert_allclose(*values, atol=1e-4)
-
-
-def test_what_a_joined_round_says_of_the_chunks():
-    """Its own time is not known, so that of all, less what such a round takes, is the chunks'."""
-
-    def chunk_ms(**times):
-        cost = StepCost({4: {0: 10.0, 2: 14.0}})
-        policy = GoodputPolicy((0, 2), cost, Acceptance(2))
-        outcome = Round(4, 2, 0, Counter(), None)
-        for _ in range(300):
-            policy.observe(replace(outcome, **times))
-        return policy._chunk_ms
-
-    assert chunk_ms(chunk_ms=30.0, is_joined=True) == pytest.approx(16, rel=0.05)
-    assert chunk_ms(chunk_ms=9.0, is_joined=True) == 0, "it can be faster than a round alone"
-    assert chunk_ms(chunk_ms=30.0) == 0, "what was disturbed says nothing"
-    assert chunk_ms(ms=14.0, chunk_ms=30.0) == pytest.approx(30, rel=0.05)

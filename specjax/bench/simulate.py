@@ -30,11 +30,16 @@ class SimulationSettings:
     requests: int
     context: int = 0
     one_k: bool = False
+    text_acceptance: float = 0.0
 
     def __post_init__(self):
         check_positive(**{"--seeds": self.seeds, "--requests": self.requests})
         if self.context < 0:
             raise ValueError(f"--context {self.context} must be a number of tokens, at least 0")
+        if not 0 <= self.text_acceptance < 1:
+            raise ValueError(
+                f"--text-acceptance {self.text_acceptance} must be a rate in [0, 1); 0: no texts"
+            )
         if not abs(self.acceptance_shift) <= MAX_SHIFT:
             raise ValueError(
                 f"--acceptance-shift {self.acceptance_shift} must be in -{MAX_SHIFT}.."
@@ -52,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         requests=args.requests,
         context=args.context,
         one_k=args.one_k,
+        text_acceptance=args.text_acceptance,
     )
     report = bench(settings, Profile.read(settings.profile))
     print(json.dumps(report, indent=2) if args.json else describe(report))
@@ -83,6 +89,9 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
         if settings.context:
             contexts = [settings.context * (i % 2) for i in range(settings.requests)]
             workload = replace(workload, contexts=contexts)
+        if settings.text_acceptance:
+            texts = [settings.text_acceptance * (i % 2 == 0) for i in range(settings.requests)]
+            workload = replace(workload, texts=texts)
         policy = make_policy(settings.policy, profile, batches)  # has learned nothing
         by_request = policy.weighs_requests and policy.is_learning and not settings.one_k
         ran.append(simulate(world, workload, policy, seed, by_request=by_request))
@@ -141,11 +150,15 @@ def describe(report: dict[str, Any]) -> str:
             ["rounds", *(f"{n / sum(by_request.values()):.1%}" for n in by_request.values())],
         ],
     ]
+    texts = []
+    if rate := settings["text_acceptance"]:
+        texts = [f"drafts of the other requests come from texts; {rate:.0%} of them are accepted"]
     lines = [
         f"{report['policy']} on {settings['profile']}",
         f"{settings['seeds']} seeds of {settings['requests']} requests; half-way, log-odds of "
         f"acceptance change by {settings['acceptance_shift']:g}; prompts of every second request "
         f"have {settings['context']} tokens",
+        *texts,
         f"in {report['split_rounds']:.1%} of the rounds, only some requests drafted; the oracle "
         "takes one K for all",
     ]

@@ -189,6 +189,14 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
         help="tokens in the prompt of every second request; default: %(default)s",
     )
     parser.add_argument(
+        "--text-acceptance",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="drafts of every second request come from texts, and are accepted at this rate; "
+        "default: no texts",
+    )
+    parser.add_argument(
         "--one-k", action="store_true", help="adaptive K is the same for all requests of a round"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -332,7 +332,7 @@ class Engine:
         if policy.is_learning and isinstance(plan, DecodePlan) and any(num_kept):
             if plan.num_drafts in policy.choices:  # an earlier policy may have chosen this K
                 own_ms = None if self.config.exact else milliseconds  # every K takes the same time
-                policy.observe(step.outcome(rows, num_kept, own_ms, chunk_ms))
+                policy.observe(step.outcome(rows, num_kept, own_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart all other requests.

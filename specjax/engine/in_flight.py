@@ -37,16 +37,11 @@ class InFlight:
     launched: float  # the time just before its programs were launched
     done: float | None = None  # when its outputs were first seen to be ready
     features: Features | None = None  # of the chunks' rows, if a request exports features
-    is_joined: bool = False  # whether chunks and a round ran as one program
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
     rest: DecodePlan | None = None  # the part that does not draft, if it ran in this program
 
     def outcome(
-        self,
-        rows: SequenceOf[RowOutput],
-        num_kept: list[int],
-        milliseconds: float | None,
-        chunk_ms: float,
+        self, rows: SequenceOf[RowOutput], num_kept: list[int], milliseconds: float | None
     ) -> Round:
         """Return the outcome of a round, after its tokens were appended to its sequences.
 
@@ -60,7 +55,6 @@ class InFlight:
             num_kept: the number of tokens that each sequence gained.
             milliseconds: the time of the round; None if unknown. If the round had fewer drafts than
                 its shape, the outcome has no time, since the program ran with a larger K.
-            chunk_ms: the milliseconds of the chunks before the round.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
@@ -89,8 +83,6 @@ class InFlight:
             num_context,
             {DraftOutcome(*outcome): count for outcome, count in found.items()},
             milliseconds if plan.k == k else None,
-            None if plan.is_rest else chunk_ms,
-            self.is_joined,
             RequestOutcomes(keys, drafts, accepted),
             others=self.rest.batch if self.rest else 0,
             others_context=sum(len(sequence.token_ids) for sequence in others),

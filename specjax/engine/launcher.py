@@ -99,12 +99,9 @@ class Launcher:
         outputs = self._programs.run(joined, *packed)
         self._take(chunks)
         variants = joined.begin.variant, joined.decode.variant
-        steps = [
+        return [
             self._in_flight(*each, launched) for each in zip(parts, variants, outputs, strict=True)
         ]
-        for step in steps:
-            step.is_joined = True
-        return [*steps]
 
     def _launch_split(
         self, split: SplitRound, parts: SequenceOf[Part], page_tables: np.ndarray

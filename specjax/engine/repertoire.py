@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Set
 from typing import NamedTuple
 
+from specjax.checks import warn
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -295,9 +296,15 @@ class Repertoire:
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
         first = self._programs_for_shapes(programs_of, variants, shapes.first)
-        every = self._programs_for_shapes(programs_of, variants, shapes)
+        every = list(dict.fromkeys(self._programs_for_shapes(programs_of, variants, shapes)))
         self._programs.compile_ahead(first, then=every, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
+        if num_missing := sum(program not in self._programs.ready for program in every):
+            warn(
+                f"compile_ahead: {num_missing} of {len(every)} programs were not compiled, so that "
+                'smaller steps run in larger shapes; the log "specjax" says why. If too many '
+                "memory maps are in use, close other LLMs, or give fewer decode_batches or drafts"
+            )
 
     def _ask(self, variant: Variant) -> None:
         """Compile the programs of a variant (a set of extra work) in the background.

@@ -22,7 +22,7 @@ from specjax.ray.progress import Progress
 from specjax.ray.worker import RayWorker
 from specjax.rl.named import Weights
 from specjax.rl.ray_pool import MAX_DEATHS, WorkerPool, WorkersDied, import_ray
-from specjax.rl.ray_worker import NotBuilt
+from specjax.rl.ray_worker import NotBuilt, WorkerState
 from specjax.rl.rollouts import RolloutBatch
 from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import RequestOutputKind, SamplingParams
@@ -170,6 +170,23 @@ class RayLLM:
         of the slowest worker is returned.
         """
         return self._pool.update_weights(weights, version, drafter=drafter)
+
+    def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """Add a corpus to all workers; see `LLM.add_corpus`. New workers get it, too."""
+
+        def change(state: WorkerState) -> WorkerState:
+            return replace(state, corpora={**state.corpora, name: texts})
+
+        self._pool.change_all(change, "add_corpus", name, texts)
+
+    def remove_corpus(self, name: str) -> None:
+        """Remove a corpus from all workers; see `LLM.remove_corpus`."""
+
+        def change(state: WorkerState) -> WorkerState:
+            kept = {one: texts for one, texts in state.corpora.items() if one != name}
+            return replace(state, corpora=kept)
+
+        self._pool.change_all(change, "remove_corpus", name)
 
     def versions(self) -> list[int]:
         """Return the version of each worker's weights; 0 for the weights at construction."""

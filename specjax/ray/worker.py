@@ -31,6 +31,8 @@ class RayWorker:
             if weights is not None:
                 self._update_weights(weights, state.version, drafter)
             self._weights.drafter_version = state.drafter_version
+            for name, texts in state.corpora.items():
+                self.add_corpus(name, texts)
         except Exception as error:
             self._failure = NotBuilt(error)
 
@@ -87,6 +89,14 @@ class RayWorker:
     def metrics(self) -> Metrics:
         """Return the counters of the engine."""
         return self._llm.metrics()
+
+    def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
+        """See `LLM.add_corpus`."""
+        self._llm.apply(lambda llm: llm.add_corpus(name, texts)).result()
+
+    def remove_corpus(self, name: str) -> None:
+        """See `LLM.remove_corpus`."""
+        self._llm.apply(lambda llm: llm.remove_corpus(name)).result()
 
     def default_params(self) -> SamplingParams:
         """Return the checkpoint's sampling parameters."""

@@ -104,6 +104,14 @@ class WorkerPool:
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
+    def change_all(
+        self, change: Callable[[WorkerState], WorkerState], method: str, *args: Any
+    ) -> None:
+        """Call a method of every worker's engine, and change what new workers start with."""
+        with self._replacing:  # a worker that is replaced meanwhile would have the old state
+            self.call_all(method, *args)
+            self.state = change(self.state)
+
     def identity(self) -> dict[str, Any]:
         """Return the identity of the first worker's engine; see `identity_of`."""
         (value,) = _values(self._outcomes([0], "identity"))

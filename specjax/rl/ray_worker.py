@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.rl.engine import RolloutEngine
@@ -29,7 +29,7 @@ class WorkerFailed(RuntimeError):
 class WorkerState:
     """The state that a new worker needs to match the other workers.
 
-    `weights` and `drafter` refer to arrays in Ray's object store.
+    `weights` and `drafter` refer to arrays in Ray's object store. `corpora` has texts by name.
     """
 
     version: int = 0
@@ -37,6 +37,7 @@ class WorkerState:
     weights: Any = None
     drafter: Any = None  # from its last update; perhaps a target's weights with mtp.*
     sleep_level: int = 0
+    corpora: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Worker:

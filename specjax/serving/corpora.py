@@ -83,7 +83,16 @@ class CorpusMethods:
                 name is empty, `texts` is not a list of texts or of lists of token ids of the
                 vocabulary, or a text needs a tokenizer.
         """
-        tokens = read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
+        self._index_corpus(name, self._read_corpus(name, texts))
+
+    def _read_corpus(self, name: str, texts: Any) -> list[list[int]]:
+        """Return the tokens of a corpus. For errors, see `add_corpus`."""
+        self._check_open()
+        corpora_of(self.engine)  # no texts are read for an engine that cannot use them
+        return read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
+
+    def _index_corpus(self, name: str, tokens: list[list[int]]) -> None:
+        """Add a corpus that `_read_corpus` has returned. Meanwhile, no step is planned."""
         with self._lock:
             self._check_open()
             for corpora in corpora_of(self.engine):
@@ -91,6 +100,8 @@ class CorpusMethods:
 
     def remove_corpus(self, name: str) -> None:
         """Remove a corpus.
+
+        All other corpora are indexed again, which takes about a second per million tokens.
 
         Raises:
             ValueError: the engine does not draft from texts, or there is no corpus of this name.
@@ -105,10 +116,15 @@ class AsyncCorpusMethods:
     """The methods of `CorpusMethods` for an `AsyncLLM`."""
 
     apply: Any
+    _llm: Any
 
     async def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """See `LLM.add_corpus`."""
-        await asyncio.wrap_future(self.apply(lambda llm: llm.add_corpus(name, texts)))
+        """See `LLM.add_corpus`. Requests run while the texts become tokens.
+
+        They wait while the tokens are indexed, about a second per million.
+        """
+        tokens = await asyncio.to_thread(self._llm._read_corpus, name, texts)
+        await asyncio.wrap_future(self.apply(lambda llm: llm._index_corpus(name, tokens)))
 
     async def remove_corpus(self, name: str) -> None:
         """See `LLM.remove_corpus`."""

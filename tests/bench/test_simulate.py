@@ -41,7 +41,7 @@ def test_report(capsys, profile, policy):
     assert report["policy"] == policy and report["seeds"] == [0, 1]
     settings = {"profile": profile, "policy": policy, "acceptance_shift": 0.0}
     others = {"seeds": 2, "requests": 16, "context": 0, "one_k": False}
-    assert report["settings"] == settings | others
+    assert report["settings"] == settings | others | {"text_acceptance": 0.0}
     regrets, ratios = report["regret_by_seed"], report["makespan_ratio_by_seed"]
     assert len(regrets) == len(ratios) == 2
     assert report["regret_mean"] == pytest.approx(sum(regrets) / 2)
@@ -78,7 +78,14 @@ def test_requests_may_differ_in_their_drafts(capsys, profile):
     assert split["split_rounds"] > 0 == whole["split_rounds"]
     assert split["settings"]["context"] == 5000
     assert split["request_k_histogram"].keys() == {"0", "1", "2"}
-    assert main([*COMMAND, "--profile", profile, "--policy", "adaptive", "--context", "-1"]) == 2
+    texts = simulate(capsys, profile, "adaptive", *options, "--text-acceptance", "0.97")
+    shares = [
+        one["request_k_histogram"]["2"] / sum(one["request_k_histogram"].values())
+        for one in (texts, split)
+    ]
+    assert shares[0] > 1.1 * shares[1] and texts["split_rounds"] > 0
+    for bad in ("--context", "-1"), ("--text-acceptance", "1.5"):
+        assert main([*COMMAND, "--profile", profile, "--policy", "adaptive", *bad]) == 2
 
 
 def test_a_shift_is_for_those_who_learn(capsys, profile, tmp_path):

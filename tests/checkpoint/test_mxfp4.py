@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
-from support.params import plain_of
 from support.refusals import refusal
 from support.updates import updated
 
@@ -103,7 +102,7 @@ def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
     assert {type(layer.mlp.down) for layer in params.layers} == {PackedExperts}
     bytes_ = sum(x.nbytes for x in jax.tree.leaves(params))
     assert weight_bytes(open_model(packings[0]).specs, "float32") == bytes_
-    jax.tree.map(np.testing.assert_array_equal, plain_of(params, FLOAT32), plain)
+    jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), plain)
     save_model(tmp_path / "saved", model, params, packings[0])
     loaded = load_model(tmp_path / "saved", FLOAT32)[1]
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
@@ -114,7 +113,7 @@ def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
     other = jax.tree.map(lambda x: 0 * x if x.dtype == np.uint8 else x, params)
     made = updated(model, other, packings[1])
-    jax.tree.map(np.testing.assert_array_equal, plain_of(made, FLOAT32), plain)
+    jax.tree.map(np.testing.assert_array_equal, dequantise(made, FLOAT32), plain)
 
 
 def test_logits_are_those_of_the_model_that_they_stand_for(packings):

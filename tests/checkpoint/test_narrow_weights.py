@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
-from support.params import plain_of
 from support.refusals import refusal
 from support.updates import updated
 
@@ -21,6 +20,7 @@ from specjax.device.weights.matrix import Dense
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.scaled_experts import ScaledExperts
 from specjax.device.weights.scaled_latent_up import ScaledLatentUp
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
@@ -124,7 +124,7 @@ def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form
     kept = [x for x in weights if isinstance(x, Scaled | ScaledExperts)]
     assert len(kept) >= 4 and {x.values.dtype.name for x in kept} == {"float8_e4m3fn"}
     assert not any(isinstance(x, ExpertMatrices) for x in weights)
-    jax.tree.map(np.testing.assert_array_equal, plain_of(loaded[0], dtype), loaded[1])
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
     if kind != "deepseek_v3":
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
         assert weight_bytes(open_model(folders[0]).specs, dtype) == bytes_
@@ -155,8 +155,8 @@ def test_latents_stay_in_float8(folders_of):
     folders = folders_of("deepseek_v3", "tall", qk_nope_head_dim=32, v_head_dim=16)
     (model, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
     assert {type(layer.attention.up) for layer in params.layers} == {ScaledLatentUp}
-    jax.tree.map(np.testing.assert_array_equal, plain_of(params, FLOAT32), expected)
-    made = plain_of(updated(model, params, folders[1]), FLOAT32)
+    jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), expected)
+    made = dequantise(updated(model, params, folders[1]), FLOAT32)
     for new, old in zip(*map(jax.tree.leaves, (made, expected)), strict=True):
         assert np.linalg.norm(new - old) <= 0.03 * np.linalg.norm(old)
     tokens = np.random.default_rng(0).integers(0, 96, (2, 24))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
-from support.params import plain_of
 from support.refusals import refusal
 
 from specjax import SamplingParams
@@ -24,6 +23,7 @@ from specjax.device.weights.mixed import Mixed
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.packed_experts import PackedExperts
 from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
@@ -88,7 +88,7 @@ def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, 
         loaded.append(params)
     assert expected in kinds_of(loaded[0]) and kinds_of(loaded[1]).isdisjoint({Packed, Scaled})
     assert expected != PackedExperts or ExpertMatrices not in kinds_of(loaded[0])
-    jax.tree.map(np.testing.assert_array_equal, plain_of(loaded[0], dtype), loaded[1])
+    jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], dtype), loaded[1])
     if not isinstance(loaded[0], tuple):
         bytes_ = sum(x.nbytes for x in jax.tree.leaves(loaded[0]))
         source = open_model(folders_of(kind, form, **SIZES.get(kind, {}))[0])

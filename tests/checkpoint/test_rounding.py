@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts
 from support.logits import causal_logits, hf_logits
-from support.params import plain_of
 from support.refusals import refusal
 
 from specjax import LLM, SamplingParams
@@ -28,6 +27,7 @@ from specjax.device.weights.matrix import Dense
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.scaled import Scaled
 from specjax.device.weights.scaled_experts import ScaledExperts
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import weight_bytes
 from specjax.serving.source import open_model
@@ -94,7 +94,7 @@ def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, 
     )
     assert ("stay plain" in lines[0]) == (bits == "int4")  # 192 inputs, and experts
     limits = {"fp8": 0.04, "int8": 0.02, "int4": 0.15}
-    for old, new in zip(*map(jax.tree.leaves, (plain, plain_of(made, FLOAT32))), strict=True):
+    for old, new in zip(*map(jax.tree.leaves, (plain, dequantise(made, FLOAT32))), strict=True):
         assert np.linalg.norm(old - new) <= limits[bits] * np.linalg.norm(old)
     specs = open_model(folder, quantization=bits).specs
     assert weight_bytes(specs, FLOAT32) == sum(x.nbytes for x in jax.tree.leaves(made))

@@ -11,8 +11,10 @@ from pallas_kernels.packed_matmul import FourBits
 from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
+from specjax.device.weights.narrow import narrow
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.scaled import Scaled
+from specjax.device.weights.stored import dequantise
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import second_form_bytes, weights_on
 
@@ -74,6 +76,16 @@ def test_products_with_packed_numbers(kernels):
     np.testing.assert_allclose(jax.jit(Packed.multiply)(weight, x), expected, atol=1e-4)
     made = weight.multiply_from(x[0], weight.start("k"))
     np.testing.assert_allclose(made, expected[0, :, 96:], atol=1e-4)
+
+
+def test_matrices_of_the_same_form_share_the_programs_that_round_and_widen_them(compilations):
+    before = len(compilations.names)
+    for layer in dense(num_in=40), dense(num_in=40):
+        made = narrow(layer, "int8")
+        wide = dequantise({"up": made}, np.dtype("float32"))["up"]
+        np.testing.assert_allclose(wide.values, layer.values, atol=0.02)
+    names = compilations.names[before:]
+    assert [names.count(f"jit({name})") for name in ("quantise", "_plain")] == [1, 1]
 
 
 def test_sums_are_of_the_type_that_is_asked_for():

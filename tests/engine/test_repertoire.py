@@ -88,6 +88,18 @@ def test_all_are_there_if_they_are_compiled_ahead():
     assert engine.scheduler.shapes is engine.scheduler.all_shapes
 
 
+def test_shapes_that_were_not_compiled_ahead_are_told(monkeypatch):
+    """As when the process may have no more memory maps."""
+    compile_first = SimulatedPrograms.compile_ahead
+
+    def only_first(self, programs, then=(), *, show_progress):
+        compile_first(self, programs, show_progress=show_progress)
+
+    monkeypatch.setattr(SimulatedPrograms, "compile_ahead", only_first)
+    with pytest.warns(UserWarning, match=r"compile_ahead: \d+ of \d+ programs were not compiled"):
+        make_engine(compile_ahead=True)
+
+
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_a_step_runs_in_what_there_is_and_then_in_its_own_shape(is_slow):
     expected = add(other := make_engine(compile_ahead=True), 0, 40)

@@ -30,6 +30,7 @@ OFTEN = {  # at least so many times in all of them
     "split in two": 66,
     "steps with requests held": 100,
     "rounds observed later": 100,
+    "paths taken": 500,  # drafts from texts
 }
 
 

@@ -31,6 +31,7 @@ def both(ray, checkpoints):
     target = checkpoints.target()
     folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+    config |= {"with": ["suffix"]}
     options = {**SIZES, "seed": 5, "speculative_config": config}
     with (
         RayLLM(folder, data_parallel_size=2, tensor_parallel_size=2, **options) as workers,
@@ -125,8 +126,13 @@ def test_workers_that_are_killed_in_the_middle_of_streams(ray, workers, single):
         return await asyncio.gather(stream(workers, [7, 2, 0], params[0], 20, kill), *calls)
 
     before = list(workers._pool.workers)
+    workers.add_corpus("outputs", [[7, 2, 5] * 9])
     cumulative, deltas, samples, final = asyncio.run(run())
     assert not set(before) & set(workers._pool.workers)
+    with pytest.raises(ValueError, match="corpus 'outputs' exists"):  # also in new workers
+        workers.add_corpus("outputs", [[1]])
+    workers.remove_corpus("outputs")
+    assert not workers._pool.state.corpora
     wholes = [replace(one, output_kind=RequestOutputKind.CUMULATIVE) for one in params]
     expected = generate(single, [[7, 2, i] for i in range(4)], wholes)
     lasts = [cumulative[-1], samples[-1], *final]

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from dataclasses import replace
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -33,8 +34,8 @@ def make(letters):
     """A function that makes a worker, which ends with the test."""
     made = []
 
-    def make(weights=None, version=0, **options):
-        state = WorkerState(version=version)
+    def make(weights=None, version=0, corpora=MappingProxyType({}), **options):
+        state = WorkerState(version=version, corpora=corpora)
         made.append(RayWorker(letters, {**SIZES, **options}, state, weights, None))
         return made[-1]
 
@@ -98,6 +99,16 @@ def test_weights_change_between_two_steps(make):
     with pytest.raises(ValueError, match="must be above the current one, 4"):
         asyncio.run(worker.update("update_weights", new, 4, drafter=None))
     assert worker.version() == 4
+
+
+def test_a_new_worker_has_the_corpora_of_the_others(make):
+    config = {"method": "suffix", "num_speculative_tokens": 3}
+    worker = make(speculative_config=config, corpora={"a": [[1, 2, 3]], "b": ["text"]})
+    with pytest.raises(ValueError, match="corpus 'b' exists"):
+        asyncio.run(worker.call("add_corpus", "b", [[4]]))
+    asyncio.run(worker.call("remove_corpus", "a"))
+    corpora = engine_of(worker).scheduler.suggester.named("corpus")
+    assert corpora.names == ["b"]
 
 
 def test_no_token_comes_from_weights_of_two_versions(make):

@@ -10,6 +10,7 @@ from support.ray_cluster import ray_cluster
 from support.rollouts import assert_same, copied
 
 from specjax.rl.engine import RolloutEngine
+from specjax.rl.history import RolloutHistory
 from specjax.rl.ray_workers import RayRollouts
 from specjax.sampling_params import SamplingParams
 
@@ -30,6 +31,7 @@ def engines(ray, checkpoints):
     target = checkpoints.target()
     folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
+    config |= {"with": ["suffix"]}
     options = {**SIZES, "seed": 5, "speculative_config": config}
     with (
         RolloutEngine(folder, **options) as single,
@@ -65,8 +67,17 @@ def test_outputs_are_those_of_one_engine(workers, single, ragged_prompts):
     prompts = ragged_prompts(5, 9, 3, 7, 4, 6, 8)
     params = [replace(PARAMS, n=1 + i % 3, max_tokens=5 + 5 * i) for i in range(7)]
     params[2] = replace(params[2], seed=11)
+    history = RolloutHistory()
     for _ in range(2):  # the second call goes on with other seeds
-        assert_same(workers.generate(prompts, params), single.generate(prompts, params))
+        found = workers.generate(prompts, params, history=history)
+        assert_same(found, single.generate(prompts, params))
+    assert len(history) == 2 * len(found)
+    given = replace(PARAMS, seed=3, max_tokens=30)  # which gives the same each time
+    first, *others = (workers.generate(prompts, given, history=history) for _ in range(3))
+    for again in others:
+        assert_same(again, first)
+    assert sum(m.accepted_tokens_per_source.get("history", 0) for m in workers.metrics()) > 50
+    single._starts.num_prompts = workers._num_prompts
     texts, pairs = ["Hello", "World", "!"], replace(PARAMS, n=2)
     assert_same(workers.generate(texts, pairs), single.generate(texts, pairs))
     assert_same([*workers.stream({"prompt_token_ids": [1, 2]})], [*single.stream([[1, 2]])])

@@ -15,8 +15,10 @@ from support.schedules import AnyPolicy, Schedule, unchanged
 from support.scripts import HashScript
 from support.simulated_device import SimulatedPrograms
 
+from specjax.config import SpeculativeConfig
 from specjax.device.models.model import page_windows
 from specjax.engine.engine import Engine
+from specjax.host.drafts.suggester import Suggester
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
@@ -146,6 +148,19 @@ class CheckedScheduler(Scheduler):
         super()._preempt(sequence)
 
 
+def suggester_of(schedule: Schedule) -> Suggester:
+    """Return a suggester, whose corpora are outputs of the schedule's first requests."""
+    if not schedule.has_texts:
+        return Suggester()
+    k = max(schedule.choices)
+    suggester = Suggester.of(SpeculativeConfig(method="suffix", num_speculative_tokens=k))
+    for arrival in schedule.arrivals[:2]:
+        prompt = list(arrival.request.prompt_token_ids)
+        texts = [prompt + expected.tokens for expected in arrival.expected]
+        suggester.named("corpus").add(str(arrival.request.request_id), texts)
+    return suggester
+
+
 class CheckedEngine(Engine):
     """An engine on a simulated device, which is checked after every step."""
 
@@ -170,7 +185,10 @@ class CheckedEngine(Engine):
         rng = np.random.default_rng([schedule.seed, 1])
         make = partial(SimulatedPrograms, script=script, tally=tally, rng=rng)
         nothing: Any = None
-        super().__init__(config, target, drafter, nothing, policy, make_programs=make)
+        suggester = suggester_of(schedule)
+        super().__init__(
+            config, target, drafter, nothing, policy, make_programs=make, suggester=suggester
+        )
         self.programs.masked_slots = self._masked_slots
         self.repertoire.number_of((unchanged,))
         self._tally = tally
@@ -182,6 +200,7 @@ class CheckedEngine(Engine):
             num_snapshots=config.num_snapshots if schedule.is_recurrent else None,
             windows=page_windows(target, config),
             tally=tally,
+            suggester=suggester,
         )
         self.scheduler.all_shapes = self.repertoire.all_shapes
         self.programs.is_slow = not config.compile_ahead

@@ -43,7 +43,8 @@ KEPT = Kept()
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 QUICK = replace(TOOLCHAIN, options={})  # for programs that `compile_quickly` is for
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-MAX_BYTES, ROOM = 5 << 28, 1 << 29  # of resident memory; ROOM is for other libraries
+MAX_BYTES, ROOM = 5 << 28, 1 << 28  # of resident memory; ROOM is for other libraries
+M_ARENA_MAX, MAX_ARENAS = -8, 2  # glibc's number of the option, and its value here
 
 
 def share_compilations(folder: Path) -> None:
@@ -83,6 +84,12 @@ def compile_in_child(root: Path) -> None:
     Engine.make_programs = staticmethod(make)
 
 
+def share_arenas() -> None:
+    """Let threads allocate from the same arenas: memory that one frees, another can use."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, MAX_ARENAS)
+
+
 def count_maps() -> int:
     """Return the number of memory maps of this process; 0 if it is unknown."""
     maps = Path("/proc/self/maps")
@@ -102,16 +109,29 @@ class Process:
     max_bytes: int = MAX_BYTES
 
     def keep_small(self) -> None:
-        """If the process is large, free all compiled programs, and return memory to the system."""
-        if count_maps() < MAX_MAPS and count_bytes() < self.max_bytes:
+        """If the process is large, return free memory to the system.
+
+        If it is still large, free all compiled programs, too.
+        """
+        if self._is_small():
+            return
+        _trim()
+        if self._is_small():
             return
         KEPT.clear()
         jax.clear_caches()
         gc.collect()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).malloc_trim(0)
+        _trim()
         assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
         self.max_bytes = max(MAX_BYTES, count_bytes() + ROOM)
+
+    def _is_small(self) -> bool:
+        return count_maps() < MAX_MAPS and count_bytes() < self.max_bytes
+
+
+def _trim() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass

@@ -1,29 +1,9 @@
-"""Random weights for a parameter tree, and the dequantised weights of a parameter tree.
-
-NumPy draws the random weights, so that no program is compiled.
-"""
+"""Random weights for a parameter tree. NumPy draws them, so that no program is compiled."""
 
 from typing import Any
 
 import jax
 import numpy as np
-
-from specjax.device.weights.stored import dequantise
-from specjax.device.weights.weight import is_weight
-
-_plain = jax.jit(dequantise, static_argnums=1)
-
-
-def plain_of(params: Any, dtype: Any) -> Any:
-    """Return `dequantise(params, dtype)`, for parameters on one device.
-
-    One program is compiled for each kind of matrix.
-    """
-    return jax.tree.map(
-        lambda x: _plain(x, dtype) if len(jax.tree.leaves(x)) > 1 else x,  # else it is plain
-        params,
-        is_leaf=is_weight,
-    )
 
 
 def random_params(specs: Any, seed: int) -> Any:

@@ -136,13 +136,15 @@ class Schedule:
     disturbances: dict[str, float]  # how likely each is before a step
     windows: tuple[int, ...]  # of layers of the target
     may_defer: bool  # whether the drafter may observe rounds without drafts later
+    has_texts: bool  # whether drafts also come from texts
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether K is constant, and only stop ids and limits end outputs."""
+        """Whether K is constant, there are no texts, and only stop ids and limits end outputs."""
         requests = [arrival.request for arrival in self.arrivals]
         host_ends = any(r.watch_text or r.follow_grammar for r in requests)
-        return len(self.choices) == 1 and not host_ends and not self.disturbances
+        is_static = len(self.choices) == 1 and not self.has_texts
+        return is_static and not host_ends and not self.disturbances
 
     @property
     def num_tokens(self) -> int:
@@ -211,6 +213,7 @@ def make_schedule(seed: int) -> Schedule:
         disturbances=disturbances,
         windows=windows,
         may_defer=chance(rng, 0.7),
+        has_texts=max(choices) > 0 and chance(rng, 0.5),
     )
 
 

@@ -109,10 +109,10 @@ def timed_server(**options: Any) -> Iterator[TimedServer]:
     async def serve() -> None:
         made.server = await asyncio.start_server(made.answer, "127.0.0.1", 0)
         made.port = made.server.sockets[0].getsockname()[1]
-        ready.set()
 
     def run() -> None:
         loop.run_until_complete(serve())
+        loop.call_soon(ready.set)  # once it runs, since a `stop` before that would be lost
         loop.run_forever()
         for task in asyncio.all_tasks(loop):
             task.cancel()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -39,17 +40,22 @@ def narrow(x: Weight, quantization: str) -> Weight:
 def _quantise(form: Weight, x: Weight) -> Weight:
     """Return `x`, quantised like `form`. `form` is a weight whose arrays are only shapes."""
     shapes, tree = jax.tree.flatten(form)
-
-    def quantise(plain: Weight) -> Weight:
-        return jax.tree.unflatten(tree, shapes).quantise(plain)
-
     (array,) = jax.tree.leaves(x)
-    if is_divided(array):
-        quantise = jax.vmap(quantise, axis_name=AXIS)
+    quantise = _quantiser(tree, tuple(shapes), is_divided(array))
     if isinstance(array, jax.ShapeDtypeStruct):
         made = jax.eval_shape(quantise, x)
         return jax.tree.map(lambda one: _shape(one, like=array), made)
     return jax.jit(quantise, out_shardings=array.sharding)(x)
+
+
+@lru_cache(maxsize=32)  # layers share a function, and so a compiled program
+def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Callable[[Weight], Weight]:
+    """Return a function that quantises a plain weight to the form that `tree` and `shapes` have."""
+
+    def quantise(plain: Weight) -> Weight:
+        return jax.tree.unflatten(tree, shapes).quantise(plain)
+
+    return jax.vmap(quantise, axis_name=AXIS) if is_divided else quantise
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:

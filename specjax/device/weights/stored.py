@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -47,13 +48,23 @@ def dequantise(params: Any, dtype: Any) -> Any:
     """Return the tree `params` with each quantised weight dequantised to `dtype`."""
 
     def plain(x: Any) -> Any:
-        if not is_weight(x):
+        if not is_weight(x) or not x.numbers:
             return x
         is_whole = not any(map(is_divided, jax.tree.leaves(x)))
-        make = lambda x: x.plain(dtype)  # noqa: E731
-        return make(x) if is_whole else jax.vmap(make)(x)
+        return (_plain if is_whole else _plain_divided)(x, dtype)
 
     return jax.tree.map(plain, params, is_leaf=is_weight)
+
+
+# Jitted, because each operation alone would be a program. Weights of the same form share a program.
+@partial(jax.jit, static_argnames="dtype")
+def _plain(x: Any, dtype: Any) -> Any:
+    return x.plain(dtype)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def _plain_divided(x: Any, dtype: Any) -> Any:
+    return jax.vmap(lambda part: part.plain(dtype))(x)
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:

@@ -206,7 +206,9 @@ class Replays:
         if sample.index >= len(replays) or known < 0:
             return NOTHING
         earlier, end = replays[sample.index], sample.num_output
-        is_equal = sample.output[known:] == list(earlier[known:end])
+        # Only new tokens: copying the whole output in each round would take quadratic time.
+        new = sample.token_ids[sample.num_prompt_tokens + known :]
+        is_equal = new == list(earlier[known:end])
         self._num_equal[sample] = end if is_equal else -1
         tokens = list(earlier[end : end + num_in_flight + count])
         if not is_equal or len(tokens) <= num_in_flight:

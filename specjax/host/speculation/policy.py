@@ -28,7 +28,6 @@ FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and of rounds b
 DOUBT = 2.0  # a K is tried if it could be best with a time this many standard deviations shorter
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting: first and maximum
 PARKED_VERDICTS = 16  # number of outcomes (one per request and round) that a try should yield
-CHUNK_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 class Policy(Protocol):
@@ -158,11 +157,11 @@ class TablePolicy(PolicyRule):
 class GoodputPolicy:
     """Chooses the K with the highest estimated number of tokens per millisecond.
 
-        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + chunks)
+        goodput(k) = sum over requests of AL(min(k, its limit)) / ms(batch, k, context)
 
     AL is the mean acceptance length of a request (see `requests`). A request's limit is the maximum
-    number of its drafts that can be used. `chunks` is the recent mean time of prefill chunks per
-    round, the same for every K.
+    number of its drafts that can be used. The time of prefill chunks does not count, even in steps
+    with chunks: prompts take the same time for every K.
 
     A policy that learns changes K only for a gain of `HYSTERESIS`, or for a smaller gain that
     lasts. From time to time, it tries a neighbour of the best K. While K = 0 is best, it sometimes
@@ -204,9 +203,8 @@ class GoodputPolicy:
         self._num_led = 0  # number of rounds in a row in which another K was better
         self._since_probe, self._parked, self._patience = 0, 0, PARKED_FIRST
         self._trial = 0  # remaining rounds of a try of a K above 0
-        self._is_due = False  # whether a try is due, regardless of its cost
+        self._is_due = False  # whether a try is due, and may be paid for later
         self._credit = 0.0  # milliseconds that tries may cost
-        self._chunk_ms = 0.0  # milliseconds of a step in addition to its round
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -246,9 +244,7 @@ class GoodputPolicy:
         k = self._probe(best, goodput, load, is_limited=fairness is not None)
         if k != best or load.requests is None or load.splits is None or load.num_sequences < 2:
             return k
-        split = self.splitter.choose(
-            load, gains, goodput[best], self.cost, self._chunk_ms, self.requests, fairness
-        )
+        split = self.splitter.choose(load, gains, goodput[best], self.cost, self.requests, fairness)
         return k if split is None else split.shape.k
 
     @property
@@ -297,7 +293,7 @@ class GoodputPolicy:
             share = load.share(k)
             if share < 1:
                 ms = self.cost.ms(max(1, round(n * share)), k, share * load.num_context)
-            result[k] = share * n * (1 + accepted[k]) / (ms + self._chunk_ms)
+            result[k] = share * n * (1 + accepted[k]) / ms
         return result
 
     def observe(self, outcome: Round) -> None:
@@ -310,21 +306,9 @@ class GoodputPolicy:
         if outcome.others:
             self.splitter.observe(outcome, self.cost)
             return
-        shape, chunk_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.chunk_ms
-        if chunk_ms is None:  # the part of a split round that does not draft
-            if outcome.ms is not None and self._learns_cost:
-                self.cost.observe(*shape, outcome.ms)
-            return
         self._tried[outcome.batch, outcome.k] += 1
-        if not self._learns_cost:
-            return
-        if outcome.ms is not None:
-            self.cost.observe(*shape, outcome.ms)
-        elif outcome.is_joined and chunk_ms:
-            chunk_ms = max(0.0, chunk_ms - self.cost.ms(*shape))
-        else:
-            return
-        self._chunk_ms += (chunk_ms - self._chunk_ms) / CHUNK_ROUNDS
+        if outcome.ms is not None and self._learns_cost:
+            self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
 
     def learned(self) -> Profile | None:
         """Return a profile with the learned rates and times; None if times are not learned.
@@ -367,13 +351,13 @@ class GoodputPolicy:
         self, best: int, goodput: Mapping[int, float], load: DecodeLoad, *, is_limited: bool
     ) -> int:
         n = load.num_sequences
-        self._credit += PROBE_BUDGET * self._ms(n, best)
+        self._credit += PROBE_BUDGET * self.cost.ms(n, best)
         if best == 0:
             return self._try_drafting(goodput, load, is_limited=is_limited)
         self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         self._since_probe += 1
         k = self._worth_a_try(best, goodput, load, is_limited=is_limited)
-        loss = (1 - goodput[k] / goodput[best]) * self._ms(n, k)
+        loss = (1 - goodput[k] / goodput[best]) * self.cost.ms(n, k)
         if k == best or not self._can_afford(loss):
             return best
         self._since_probe = 0
@@ -384,9 +368,10 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. `is_limited` says
-        whether rounds are compared with K = 0, so that K = 0 is tried, too. If no K was tried
-        for `PROBE_EVERY` rounds, the neighbour of `best` used in the fewest rounds is tried.
+        A K is tried if its time is so uncertain that its goodput may be the best. No K may be
+        slower than K = 0, so K = 0 is tried a few times in any case; with `is_limited`, it is tried
+        first. If no K was tried for `PROBE_EVERY` rounds, the neighbour of `best` used in the
+        fewest rounds is tried.
         """
         if self._since_probe < FIRST_EVERY:
             return best
@@ -396,9 +381,10 @@ class GoodputPolicy:
         if self._learns_cost and tried:
             spread = partial(self.cost.spread, n, num_context=load.num_context)
             hopes = {k: goodput[k] * math.exp(DOUBT * spread(k)) for k in tried}
-            if is_limited and tried[0] < FIRST_PROBES:
-                hopes[0] = math.inf
             k = max(hopes, key=hopes.__getitem__)
+            is_new = tried.get(0, FIRST_PROBES) < FIRST_PROBES
+            if is_new and (is_limited or hopes[k] <= goodput[best]):
+                k, hopes[0] = 0, math.inf  # no other K may be slower than K = 0
             every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
             if hopes[k] > goodput[best] and self._since_probe >= every:
                 return k
@@ -419,10 +405,11 @@ class GoodputPolicy:
         if not self._trial:
             self._parked += 1
             num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
-            ms, plain = (self._ms(load.num_sequences, x, load.num_context) for x in (k, 0))
+            ms, plain = (self.cost.ms(load.num_sequences, x, load.num_context) for x in (k, 0))
             loss = ms - plain if is_limited else (1 - goodput[k] / goodput[0]) * ms
-            is_time = self._parked >= self._patience and self._can_afford(num_rounds * loss)
-            if not self._is_due and not is_time:
+            if self._is_due and self._credit > 0:
+                self._credit -= num_rounds * loss
+            elif self._parked < self._patience or not self._can_afford(num_rounds * loss):
                 return 0
             self._is_due = False
             self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
@@ -430,10 +417,6 @@ class GoodputPolicy:
             self.acceptance.discount()  # earlier counts are old
         self._trial -= 1
         return k
-
-    def _ms(self, num_sequences: int, k: int, num_context: float = 0) -> float:
-        """Return the milliseconds of a step with a round of k drafts."""
-        return self.cost.ms(num_sequences, k, num_context) + self._chunk_ms
 
     def _can_afford(self, milliseconds: float) -> bool:
         """Return whether a try may cost `milliseconds`.

@@ -93,10 +93,6 @@ class Round:
         num_context: number of tokens before the round, summed over sequences.
         verdicts: number of requests that had each outcome.
         ms: milliseconds of the round; None if unknown.
-        chunk_ms: milliseconds of prefill chunks since the previous step; None for the part of a
-            split round that does not draft.
-        is_joined: whether chunks and the round ran as one program. If so, `chunk_ms` includes the
-            time of the round.
         requests: the outcome for each request; None if it is unknown.
         others: batch size, including padding, of the requests that did not draft in the same
             program; 0 without such requests.
@@ -108,8 +104,6 @@ class Round:
     num_context: int
     verdicts: Mapping[DraftOutcome, int]
     ms: float | None
-    chunk_ms: float | None = 0.0
-    is_joined: bool = False
     requests: RequestOutcomes | None = None
     others: int = 0
     others_context: int = 0

@@ -20,7 +20,7 @@ from typing import Any
 from specjax.host.speculation.acceptance import DraftOutcome, conditional, logit, sigmoid
 from specjax.host.speculation.contexts import context_bucket
 from specjax.host.speculation.policy import Policy
-from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes
+from specjax.host.speculation.requests import ReadyRequests, RequestOutcomes, TextDrafts
 from specjax.host.speculation.rounds import DecodeLoad, Round, Split, SplitShape
 from specjax.host.speculation.split import split_ms
 from specjax.host.speculation.step_cost import StepCost
@@ -102,12 +102,15 @@ class Workload:
         effects: for each request, the difference between its log-odds of acceptance and the
             log-odds of a typical request.
         contexts: number of tokens of each request's prompt; () if all prompts are empty.
+        texts: for each request, the acceptance rate of drafts from texts, which replace all of the
+            drafter's drafts; 0 if no texts have drafts. () if this holds for all requests.
     """
 
     lengths: Sequence[int]
     arrivals: Sequence[float]
     effects: Sequence[float]
     contexts: Sequence[int] = ()
+    texts: Sequence[float] = ()
 
     @classmethod
     def rollout(
@@ -184,6 +187,7 @@ class _Running:
     def __init__(self, workload: Workload, logits: Sequence[float]):
         self.remaining = list(workload.lengths)
         self._contexts = workload.contexts or [0] * len(workload.lengths)
+        self.texts = workload.texts or [0.0] * len(workload.lengths)
         self._ends = [a + b for a, b in zip(self._contexts, workload.lengths, strict=True)]
         self._effects = workload.effects
         self._logits = logits
@@ -195,6 +199,8 @@ class _Running:
     def enter(self, request: int) -> None:
         self.active.append(request)
         rates = [sigmoid(x + self._effects[request] + self._shift) for x in self._logits]
+        if self.texts[request]:
+            rates = [self.texts[request]] * len(rates)
         self.rates[request] = rates
         self._sum(rates, 1)
 
@@ -210,7 +216,14 @@ class _Running:
         lengths = [self.length(request) for request in self.active]
         limits = [min(max_k, self.remaining[request] - 1) for request in self.active]
         groups = [None] * len(lengths)
-        requests = ReadyRequests(list(self.active), groups, lengths, limits)
+        texts = None
+        if any(self.texts):
+            found = [
+                self.rates[request][:max_k] if self.texts[request] else []
+                for request in self.active
+            ]
+            texts = [TextDrafts(len(x), sum(accumulate(x, mul)), float(len(x) > 0)) for x in found]
+        requests = ReadyRequests(list(self.active), groups, lengths, limits, texts)
         return DecodeLoad(len(lengths), sum(lengths), None, requests, splits)
 
     def leave(self, gone: Sequence[int]) -> None:
@@ -322,7 +335,7 @@ def _verify(
     """Draw the number of accepted drafts of every request, and append the tokens.
 
     `drafting` holds the requests that draft k tokens; None if all requests do. Return the fields of
-    a `DraftOutcome` for each request that drafts.
+    a `DraftOutcome` for each request with drafts of the drafter.
     """
     found, gone = {}, []
     remaining, random = running.remaining, rng.random
@@ -336,7 +349,7 @@ def _verify(
             if random() >= rate:
                 break
             num_accepted += 1
-        if drafting is None or request in drafting:
+        if (drafting is None or request in drafting) and not running.texts[request]:
             found[request] = num_drafts, num_accepted, None, context_bucket(running.length(request))
         outcome.request_k_histogram[num_drafts] += 1
         outcome.num_tokens += num_accepted + 1

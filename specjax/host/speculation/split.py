@@ -63,7 +63,6 @@ class Splitter:
         gains: Any,
         unsplit: float,
         cost: StepCost,
-        chunk_ms: float,
         rates: RequestRates,
         fairness: Fairness | None,
     ) -> Split | None:
@@ -77,7 +76,6 @@ class Splitter:
                 0..K drafts.
             unsplit: tokens per millisecond of the best round that is not split.
             cost: the times of rounds that are not split.
-            chunk_ms: milliseconds that a step takes in addition to its round.
             rates: the acceptance rates of requests. Counts of requests that do not draft are
                 reduced from time to time, so that these requests are tried again later.
             fairness: tells which rounds are allowed; None if all are.
@@ -96,7 +94,7 @@ class Splitter:
             self._num_rounds = EVERY
         if is_due or has_changed:
             self._accepted = accepted
-            self._choose(load, gains, unsplit, cost, chunk_ms, fairness)
+            self._choose(load, gains, unsplit, cost, fairness)
         if (chosen := self._chosen) is None:
             return None
         order = _order(gains, chosen.shape.k).tolist()
@@ -128,7 +126,6 @@ class Splitter:
         gains: Any,
         unsplit: float,
         cost: StepCost,
-        chunk_ms: float,
         fairness: Fairness | None,
     ) -> None:
         """Choose the shape of split rounds, and set `wish`. For the arguments, see `choose`."""
@@ -154,7 +151,7 @@ class Splitter:
                 added = cost.context_ms(k, context[m - 1]) + cost.context_ms(0, others_context)
                 tokens = n + accepted[m - 1]
                 whole, apart = (
-                    _Choice(shape, float(tokens / (max(time + added, plain_ms) + chunk_ms)))
+                    _Choice(shape, float(tokens / max(time + added, plain_ms)))
                     for time in self._times(cost, table, shape)
                 )
                 if fairness is not None:

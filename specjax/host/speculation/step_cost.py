@@ -31,6 +31,7 @@ from specjax.host.speculation.contexts import context_bucket
 REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations: of a point's term, of the noise
 _NUM_KEPT = 31  # number of a point's last rounds whose median counts
 _CLIP = 0.15  # log ratios are clipped to at most this size
+_SURE = 3  # with this many rounds of a point, their median is no outlier, and is not clipped
 _SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds of a point before it updates the drift; that update's gain
 _SHARED_WEIGHT = 0.25  # weight of the shared term's prior, in points
 # The standard deviation of a point's estimate, by the number of its rounds.
@@ -167,8 +168,8 @@ class StepCost:
             self._drift += drift
             surprise -= drift
         now = math.log(estimates[k] / points[k])
-        if row.add(column, now + _clipped(surprise - now)):
-            self._forget()
+        row.add(column, surprise, now)
+        self._forget()
 
     def _forget(self) -> None:
         self._known.clear()
@@ -236,21 +237,24 @@ class _Row:
     def __init__(self, points: Sequence[float]):
         self.points = points
         self.served = [deque(maxlen=_NUM_KEPT) for _ in points]
-        self.levels = [0.0 for _ in points]  # medians of `served`
+        self.levels = [0.0 for _ in points]  # medians of `served`, see `add`
         self._ms = list(points)  # the times at these levels
         self._weights = [0.0 for _ in points]
         self.weight = self.total = 0.0  # sums over points, see `_weight`
 
-    def add(self, column: int, surprise: float) -> bool:
+    def add(self, column: int, surprise: float, expected: float) -> None:
         """Add the time of a served round, a round with users' requests.
 
-        `column` is the index of the round's K. `surprise` is log(served time / known time). The
-        known time is from a profile or from artificial rounds. Return whether estimates change.
+        `column` is the index of the round's K. `surprise` is log(served time / known time), and
+        `expected` is the estimate of it. The first few rounds change the estimate only a little.
+        The known time is from a profile or from artificial rounds.
         """
-        before = self.levels[column], self._weights[column]
-        self.served[column].append(surprise)
-        self._sum(column)
-        return before != (self.levels[column], self._weights[column])
+        served = self.served[column]
+        served.append(surprise)
+        level = median(served)
+        if len(served) < _SURE:
+            level = expected + _clipped(level - expected)
+        self._set({column: level})
 
     def move(self, points: Sequence[float]) -> None:
         """Replace the known times by `points`.
@@ -262,12 +266,12 @@ class _Row:
             served.clear()
             served.extend(moved)
         self.points = points
-        self._sum(*range(len(points)))
+        self._set({i: median(x) if x else 0.0 for i, x in enumerate(self.served)})
 
     def forget(self, column: int) -> None:
         """Forget the times of rounds with users' requests and one K, whose index is `column`."""
         self.served[column].clear()
-        self._sum(column)
+        self._set({column: 0.0})
 
     def estimates(self, elsewhere: float) -> list[float]:
         """Return the estimated time of each K.
@@ -305,12 +309,11 @@ class _Row:
         shift = math.exp(sum(moves) / (self.weight + _SHARED_WEIGHT))
         return self.corrected([ms * shift for ms in prior])
 
-    def _sum(self, *columns: int) -> None:
-        for i in columns:
-            served = self.served[i]
-            self.levels[i] = median(served) if served else 0.0
-            self._ms[i] = self.points[i] * math.exp(self.levels[i])
-            self._weights[i] = _weight(len(served))
+    def _set(self, levels: Mapping[int, float]) -> None:
+        for i, level in levels.items():
+            self.levels[i] = level
+            self._ms[i] = self.points[i] * math.exp(level)
+            self._weights[i] = _weight(len(self.served[i]))
         self.weight, self.total = sum(self._weights), sum(map(mul, self._weights, self.levels))
 
 

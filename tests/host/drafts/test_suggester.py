@@ -1,5 +1,9 @@
 """The choice between the drafter and texts, where what was bad for a while becomes good again."""
 
+import math
+
+import pytest
+
 from specjax import SamplingParams
 from specjax.host.drafts.suggester import Suggester
 from specjax.host.drafts.text_index import Continuation
@@ -47,6 +51,11 @@ def run(suggester, sequence, num_rounds, of_text, of_drafter):
 def new_sequence(max_tokens=10**6):
     params = SamplingParams(max_tokens=max_tokens)
     return Sequence.of(Request(0, (1, 1), params, max_tokens, (0,)), 0, 0)
+
+
+def test_a_score_that_is_no_number_is_refused():
+    with pytest.raises(ValueError, match="source 'text': the score of its drafts is NaN"):
+        run(Suggester([Text(math.nan)], K, "head"), new_sequence(), 1, of_text=0, of_drafter=0)
 
 
 def test_texts_come_back_after_a_time_without_use():

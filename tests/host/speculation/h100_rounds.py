@@ -121,7 +121,7 @@ def serve(
             times = round_ms(batch, k, 0, own_context), round_ms(others, 0, 0, rest_context)
             late = [
                 outcome_of(batch, k, who, accepted, lengths, times[0] * noise),
-                outcome_of(others, 0, rest, accepted, lengths, times[1] * noise, is_rest=True),
+                outcome_of(others, 0, rest, accepted, lengths, times[1] * noise),
             ]
             ms = sum(times)
         else:
@@ -136,7 +136,7 @@ def serve(
     return Served(np.array(ms), np.array(tokens), np.array(drafts))
 
 
-def outcome_of(batch, k, who, accepted, lengths, ms, *, is_rest=False) -> Round:
+def outcome_of(batch, k, who, accepted, lengths, ms) -> Round:
     """What a policy is told of a round of the requests `who`."""
     counts = accepted[who].tolist()
     buckets = [context_bucket(length) for length in lengths[who]]
@@ -144,8 +144,7 @@ def outcome_of(batch, k, who, accepted, lengths, ms, *, is_rest=False) -> Round:
         DraftOutcome(k, n, None, bucket) for n, bucket in zip(counts, buckets, strict=True)
     )
     requests = RequestOutcomes(who.tolist(), [k] * len(who), counts)
-    chunk_ms = None if is_rest else 0.0
-    return Round(batch, k, int(lengths[who].sum()), verdicts, ms, chunk_ms, False, requests)
+    return Round(batch, k, int(lengths[who].sum()), verdicts, ms, requests)
 
 
 def all_splits() -> frozenset[SplitShape]:
