@@ -119,6 +119,8 @@ class Splitter:
         count = min(count + 1, SETTLED)
         level += (math.log(outcome.ms / expected) - level) / count
         self._corrections[shape] = count, level
+        if count == 1:
+            self._num_rounds = 0  # choose again, now that the time is known
 
     def _choose(
         self,
@@ -163,7 +165,10 @@ class Splitter:
                             (whole, apart), fairness.allows(goodputs, own, order), strict=True
                         )
                     )
-                (found if shape in splits else wished).append(whole)
+                if shape in splits:
+                    found.append(whole)
+                    continue
+                wished.append(whole)
                 if (m, k) in load.shapes and (shape.others, 0) in load.shapes:
                     found.append(apart)
         best = max(found, key=lambda one: one.goodput, default=None)

@@ -16,8 +16,10 @@ from host.speculation.h100_rounds import (
 from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.methods import adaptive_policy
 from specjax.host.speculation.policy import GoodputPolicy
-from specjax.host.speculation.requests import ReadyRequests, TextDrafts
-from specjax.host.speculation.rounds import DecodeLoad
+from specjax.host.speculation.requests import ReadyRequests, RequestRates, TextDrafts
+from specjax.host.speculation.rounds import DecodeLoad, Round, Split
+from specjax.host.speculation.split import Splitter
+from specjax.host.speculation.step_cost import StepCost
 
 HALVES = 0.9, 0.1
 
@@ -93,6 +95,23 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     served = serve(policy, rates, contexts, 400, 0)
     assert (served.drafts[-50:].min(axis=1) == served.drafts[-50:].max(axis=1)).all()
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
+
+
+def test_a_slow_program_is_dropped_at_once_though_two_programs_would_be_fast():
+    """Two programs run only while the one program is missing, so their time does not matter."""
+    batches, shape, splitter = (4, 8), SplitShape(4, 3, 4), Splitter()
+    cost = StepCost({b: {0: b, 3: 1.9 * b} for b in batches}, batches=batches)
+    gains = np.array([[0, 0.9, 1.7, 2.4]] * 4 + [[0] * 4] * 4)
+    requests = ReadyRequests(range(8), [None] * 8, [9] * 8, [3] * 8)
+    load = DecodeLoad(8, 72, None, requests, {shape}, [(b, k) for b in batches for k in (0, 3)])
+
+    def choose():
+        return splitter.choose(load, gains, 8 / cost.ms(8, 0), cost, RequestRates(3), None)
+
+    assert choose() == Split(shape, [0, 1, 2, 3])
+    splitter.observe(Round(4, 3, 36, {}, 200.0, others=4, others_context=36), cost)
+    splitter.clear()
+    assert choose() is None
 
 
 def test_few_long_requests_do_not_stop_the_others():
