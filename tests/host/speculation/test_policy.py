@@ -169,14 +169,17 @@ def test_a_small_lead_has_to_last(lead, at_64, expected):
 @pytest.mark.parametrize("batch", [slow(1), 16, slow(256)])
 @pytest.mark.parametrize("best, rates", [(2, RATES), (5, (0.95, 0.9, 0.86, 0.82, 0.78))])
 def test_tries_are_few_and_cheap(batch, best, rates):
-    ks = serve(adaptive(), rates, 10_000, batch=batch)
+    """Their time in every run; their number in the median, since one wrong choice may last long."""
     goodput = {k: (1 + sum(rates[:k])) / ms for k, ms in ROW.items()}
     assert max(goodput, key=goodput.__getitem__) == best
-    counts = Counter(ks)
-    assert 10 <= len(ks) - counts[best] <= 0.015 * len(ks)
-    times = {k: n * ROW[k] for k, n in counts.items()}
-    lost = sum(ms * (1 - goodput[k] / goodput[best]) for k, ms in times.items())
-    assert lost <= PROBE_BUDGET * sum(times.values()) + 20 * ROW[5]
+    others = []
+    for seed in range(3):
+        counts = Counter(serve(adaptive(), rates, 10_000, batch=batch, seed=seed))
+        others.append(counts.total() - counts[best])
+        times = {k: n * ROW[k] for k, n in counts.items()}
+        lost = sum(ms * (1 - goodput[k] / goodput[best]) for k, ms in times.items())
+        assert lost <= PROBE_BUDGET * sum(times.values()) + 20 * ROW[5]
+    assert 10 <= min(others) and np.median(others) <= 0.02 * 10_000
 
 
 def test_neighbours_are_tried_and_hardly_others():
