@@ -38,8 +38,9 @@ class Metrics:
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.
         drafts_per_source: number of drafts by their source. Sources on the host are "suffix",
-            "corpus" and "history". Drafts of the drafter are counted under the method's name, or
-            under "ngram" if the method is "suffix". Empty without sources on the host.
+            "corpus", "history" and "replay" (`reuse_noise`). Drafts of the drafter are counted
+            under the method's name, or under "ngram" if the method is "suffix". Empty without
+            sources on the host.
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.

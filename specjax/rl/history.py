@@ -331,6 +331,10 @@ def check_reuse(
     if not is_number(reuse_noise) or not 0 <= reuse_noise <= 1:
         raise ValueError(f"reuse_noise={reuse_noise!r} must be a fraction in 0..1")
     if history is not None:
+        if not isinstance(history, RolloutHistory):
+            raise ValueError(
+                f"history={history!r:.60} must be a RolloutHistory; see RolloutHistory.load and .of"
+            )
         history.check(identity())
     elif reuse_noise:
         raise ValueError(f"reuse_noise={reuse_noise} needs a history of earlier rollouts; give one")

@@ -51,9 +51,9 @@ def _tokens_of(
         if tokenizer is None:
             raise ValueError(f"{where} is a text, and there is no tokenizer; give token ids")
         return list(tokenizer.encode(text, add_special_tokens=False))
-    tokens: list[Any] = [None]
-    if isinstance(text, Sequence) or hasattr(text, "tolist"):
-        tokens = list(text)
+    if not isinstance(text, Sequence) and not hasattr(text, "tolist"):
+        raise ValueError(f"{where}: {text!r:.60} must be a list of token ids, or a string")
+    tokens = list(text)
     for token in tokens:
         if not is_integer(token) or not 0 <= token < vocab_size:
             raise ValueError(

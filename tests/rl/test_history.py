@@ -248,6 +248,9 @@ def test_bad_input(engine, target, tmp_path):
     for bad in -0.1, 1.5, "half", True:
         with pytest.raises(ValueError, match=f"reuse_noise={bad!r} must be a fraction"):
             generate(engine, history, reuse_noise=bad)
+    for bad in "hist", history.state():
+        with pytest.raises(ValueError, match="^history=.* must be a RolloutHistory"):
+            generate(engine, bad)
     with pytest.raises(ValueError, match="reuse_noise=0.5 needs a history"):
         generate(engine, reuse_noise=0.5)
     for name in "vocabulary", "model", "tokenizer":

@@ -47,7 +47,7 @@ BAD = [
     (("a", [[1, VOCAB]]), f"text 0: {VOCAB} must be a token id in 0..{VOCAB - 1}"),
     (("a", [[1], [2.5]]), "text 1: 2.5 must be a token id"),
     (("a", [[1], b"ab"]), "text 1"),
-    (("a", [7]), "text 0: None must be a token id"),
+    (("a", [7]), "text 0: 7 must be a list of token ids"),
     (("there", [[1]]), "corpus 'there' exists"),
 ]
 
