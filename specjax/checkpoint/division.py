@@ -116,7 +116,7 @@ class Cut:
         return math.gcd(*(size for _, size in self.sections), *places)
 
     def of_runs(self, unit: int, axis: int) -> "Cut":
-        """Return this division for a tensor that has one row for every `unit` rows.
+        """Return this division for a second tensor, with one row per `unit` rows of the first.
 
         For example, scales have one row for each block of `unit` rows of weights. `axis` is the
         divided axis of this tensor. No block of `unit` rows may belong to two devices or sections.

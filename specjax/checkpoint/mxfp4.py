@@ -60,7 +60,7 @@ def mxfp4_experts(
 
     `rows` names the input axis, or `columns` names the output axis; at most one of them is given
     (see `TensorSpec.cuts`). Devices may divide the named axis, or divide the experts instead.
-    Without a name, every device has all experts whole.
+    If neither axis is named, every device has all experts whole.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

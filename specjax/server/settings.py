@@ -184,7 +184,7 @@ class ServerSettings:
         """Return the chat template in the setting `chat_template`, or None.
 
         If the setting is the path of a file, return the file's text. Otherwise, return the setting
-        itself: the name of a template, or a template, which contains a brace.
+        itself. A setting with a brace is a template, and one without is a template's name.
         """
         given = self.chat_template
         if given is None or "{" in given or not Path(given).is_file():

@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(eq=False)
 class Rounded:
-    """A matrix [..., O, I] of a file, rounded to numbers of the kind `bits` when it is read."""
+    """A matrix [..., O, I] of a file, rounded to the number format `bits` when it is read."""
 
     name: str
     source: Readable

@@ -1,4 +1,4 @@
-"""The rows of serving steps, which continue cached sequences."""
+"""Rows of serving steps. A row is one token of a request whose earlier tokens are cached."""
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate

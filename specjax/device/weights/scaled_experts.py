@@ -59,7 +59,7 @@ class ScaledExperts(ExpertWeights):
 
 
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
-    """Return `ScaledExperts` that hold `tensors`, with `TensorSpec`s in the places of arrays.
+    """Return `ScaledExperts` for `tensors`: a tree whose leaves are `TensorSpec`s, not arrays.
 
     `spec` is the `TensorSpec` of the same experts without quantisation. The result is None if
     experts have different blocks, if the tensors have different dtypes or widths of blocks, or if

@@ -58,9 +58,9 @@ class Weight:
     def quantise(self, plain: Any) -> Any:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
-        `plain` is an unquantised weight of the class that the method `plain` returns. Its numbers
-        are rounded to the nearest quantised numbers. This weight's own numbers are not used, so
-        its arrays may be only shapes, except for i32 arrays such as an order of inputs.
+        `plain` has the class of the result of `self.plain`. The numbers of `plain` are rounded to
+        the nearest quantised numbers. The numbers of `self` are not read, so `self` may hold shapes
+        in place of arrays, except for i32 arrays such as an order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))
 

@@ -83,7 +83,7 @@ class OwnText:
 
 
 class _Texts:
-    """The base class of sources whose texts do not grow in each step."""
+    """The base class of sources that have nothing to do at the beginning of a step."""
 
     def __init__(self, limits: SuffixLimits):
         self._limits = limits

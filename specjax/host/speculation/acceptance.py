@@ -101,7 +101,7 @@ class Acceptance:
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
-        """`prior` holds the unconditional rates of a profile, or is empty without a profile."""
+        """`prior` holds measured unconditional acceptance rates by position, or is empty."""
         self.max_drafts = max_drafts
         self._prior = tuple(prior)
         self.reset()

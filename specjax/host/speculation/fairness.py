@@ -42,8 +42,8 @@ class Fairness:
         """Return a `Fairness` for a round, or None if every K is allowed.
 
         Every K is allowed if `max_slowdown` is 1, if K = 0 is not a choice, or if all requests are
-        in one range of context lengths. In one range, a K with more tokens per millisecond than K =
-        0 makes all requests faster.
+        in one range of context lengths: then a K with more tokens per millisecond than K = 0 slows
+        down no request.
 
         Args:
             load: the load of the round.
