@@ -87,9 +87,9 @@ def prompts_of(llm: LLM) -> list[Any]:
 def quality(
     texts: Sequence[str], options: dict[str, Any]
 ) -> tuple[LLM, tuple[float, int, list[list[int]]]]:
-    """Return an LLM with `options`, and what it gives.
+    """Return an LLM with `options`, and the figures of its quality.
 
-    That is the perplexity of `texts`, their number of tokens, and greedy outputs.
+    The figures are the perplexity of `texts`, their number of tokens, and greedy outputs.
     """
     llm = LLM(TARGET, **ALSO_ALONE, **options)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)

@@ -90,7 +90,10 @@ def main() -> None:
         "title": "Drafts from texts on a CPU",
         "description": f"{TARGET} in float32, with its EAGLE-3 head.",
         "provenance": source,
-        "settings": {name: str(value) for name, value in vars(options).items()},
+        "settings": {
+            name: value.name if isinstance(value, Path) else str(value)
+            for name, value in vars(options).items()
+        },
         "tables": [table],
     }
     write_result(RESULTS / "text_drafts_cpu.json", result)

@@ -62,8 +62,8 @@ class SpeculativeConfig:
             is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
-        max_slowdown: with `adaptive` or a profile: maximum fraction by which requests in any range
-            of context lengths may become slower than without drafts; 1 for no limit.
+        max_slowdown: maximum fraction by which drafts may slow down the requests in one range of
+            context lengths; 1 for no limit. It needs `adaptive` or a profile.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
             "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.

@@ -361,7 +361,7 @@ def identity_of(llm: LLM) -> dict[str, Any]:
 
 
 def _check_state(arrays: Mapping[str, np.ndarray], update: Any, vocab_size: Any) -> None:
-    """Raise a ValueError if `arrays`, in the order of `_ARRAYS`, are not those of a history."""
+    """Raise a ValueError if a history cannot have these arrays, which `_ARRAYS` names in order."""
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{name} is not a vector of integers")

@@ -55,8 +55,8 @@ def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) ->
 def with_head_copy(params: Params, drafter: Drafter, config: SpeculativeConfig | None) -> Params:
     """Add `head` to `params`: a copy of the drafter's output head, quantised to `head_dtype`.
 
-    Only the drafter uses the copy. The original stays as it is, because it usually is the target's
-    output head, too. If the original is only shapes, so is the copy. `params` are returned
+    Only the drafter uses the copy. The original does not change, because the target usually uses
+    it, too. If `params` are shapes, the copy consists of shapes, too. `params` are returned
     unchanged if `head_dtype` is None, or if the drafter has its own output head, which
     `narrow_drafter` quantises.
 

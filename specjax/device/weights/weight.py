@@ -90,7 +90,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return the maximum number of bytes by which `weights_on` enlarges parameters in `dtype`.
+    """Return how many bytes `weights_on` adds to parameters in `dtype` at most.
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """
