@@ -29,6 +29,7 @@ CHANGED = 0.2  # a choice is also made if the expected number of accepted drafts
 MIN_GAIN = 0.02  # a split must improve goodput by this fraction
 FADE = 0.97  # each choice multiplies the counts of requests that do not draft by this
 MIN_SHARE = 1 / 16  # minimum fraction of the requests that draft
+FIRST = 3  # after this number of rounds of a shape, choose again: one time may be an outlier
 SETTLED = 8  # the correction of a shape is the mean over about this number of rounds
 
 
@@ -119,7 +120,7 @@ class Splitter:
         count = min(count + 1, SETTLED)
         level += (math.log(outcome.ms / expected) - level) / count
         self._corrections[shape] = count, level
-        if count == 1:
+        if count == FIRST:
             self._num_rounds = 0  # choose again, now that the time is known
 
     def _choose(
@@ -165,11 +166,10 @@ class Splitter:
                             (whole, apart), fairness.allows(goodputs, own, order), strict=True
                         )
                     )
-                if shape in splits:
-                    found.append(whole)
-                    continue
-                wished.append(whole)
-                if (m, k) in load.shapes and (shape.others, 0) in load.shapes:
+                (found if shape in splits else wished).append(whole)
+                # Until its time is known, one program counts as no slower than two programs.
+                is_known = shape in splits and shape in self._corrections
+                if not is_known and (m, k) in load.shapes and (shape.others, 0) in load.shapes:
                     found.append(apart)
         best = max(found, key=lambda one: one.goodput, default=None)
         if best is not None and best.goodput > least:
