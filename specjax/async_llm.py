@@ -396,10 +396,10 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         before: CompletionOutput | None = None,
     ) -> None:
         if not stream.is_cancelled:
-            stream.outputs = self._llm.start(request, prompt)
+            outputs = stream.outputs = self._llm.start(request, prompt)
             self._streams[request.request_id] = stream
             if before is not None:
-                (completion,) = stream.outputs.completions
+                (completion,) = outputs.completions
                 completion.sequence.logprobs += before.logprobs or []
                 completion.sequence.rounds += before.rounds
 
