@@ -38,7 +38,7 @@ DTYPE = "bfloat16"
 
 
 def time_problem(problem: Problem, setting: Setting, config: Any = None) -> dict[str, Any]:
-    """Return the times of a problem's calls. They donate the problem's state."""
+    """Return the times of a problem's calls, which donate the problem's state."""
     launch = problem.launcher(setting.kernels, config)
     calls = len(problem.items)
     return measure(launch, setting, calls=calls, num_bytes=problem.num_bytes)

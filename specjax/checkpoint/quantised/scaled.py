@@ -2,7 +2,7 @@
 
 A weight is a number of the tensor X [..., O, I], float8_e4m3fn or int8, times its scale. The scales
 are the tensor X_scale_inv (DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors). Their shape
-shows what shares a scale. Only the size of a block is read from the config.
+shows which numbers share a scale. Only the size of a block is read from the config.
 """
 
 import math
