@@ -140,7 +140,10 @@ def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
 def tune(
     row: dict[str, Any], make: Any, base: Any, others: Iterable[Any], setting: Setting
 ) -> Iterator[dict[str, Any]]:
-    """Yield a result for each config, and last the config with the highest bandwidth."""
+    """Yield a result for each config, and last the config with the highest bandwidth.
+
+    `make` makes the problem to time, and `base` is the default config.
+    """
     times = {}
     for config in (base, *dict.fromkeys(others)):
         if config == base and times:

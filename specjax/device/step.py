@@ -214,7 +214,7 @@ def propose(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, Draft]:
-    """Draft k tokens for every request."""
+    """Draft k tokens for every request. Drafts from the host may replace the drafter's."""
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     context = DraftContext(
         slots,

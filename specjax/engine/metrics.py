@@ -1,4 +1,4 @@
-"""Counts what an engine does, such as steps, tokens and accepted drafts, from its start on."""
+"""Counts an engine's steps, tokens, accepted drafts and so on, from its start on."""
 
 import time
 from collections import Counter

@@ -55,7 +55,7 @@ class Ready(NamedTuple):
 
 
 class Repertoire:
-    """The shapes and variants (extra work, such as log-probabilities) of one engine's steps."""
+    """Decides which shapes and variants (extra work) of steps can run, and compiles more."""
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool

@@ -82,7 +82,7 @@ class Model(Protocol):
     def with_layers(self, num_layers: int) -> "Model":
         """Return the model with only its first `num_layers` layers.
 
-        This is used to count what each layer adds to a compiled step.
+        This is used to find the cost of a layer in compiled steps.
         """
         ...
 
