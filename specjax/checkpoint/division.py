@@ -49,8 +49,7 @@ def even(total: int, num_devices: int, multiple: int = 1) -> Share:
 def first_only(num_devices: int) -> Share:
     """Return a share in which the first device takes everything, and all other devices have zeros.
 
-    Biases that are added before a sum over devices are divided in this way, so that the sum has
-    them once.
+    A bias is divided like this if a sum over devices follows, so that the sum includes it once.
     """
     return Share(1, 1, (0,) * num_devices, (1, *(0,) * (num_devices - 1)))
 
