@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Shape:
-    """A matrix shape, with rows x to multiply, the weights by form, and the products in float32."""
+    """The data for one matrix shape: rows x, weights by form, and their products in float32."""
 
     part: str
     depth: int

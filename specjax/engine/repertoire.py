@@ -227,8 +227,8 @@ class Repertoire:
     def settle(self, allowed_ms: float) -> None:
         """Compile in the background the programs whose absence cost the most since the last call.
 
-        The costliest absences come first. Programs are left out once the absence of all remaining
-        programs together has cost at most `allowed_ms`.
+        The costliest come first, until the absence of all remaining programs together has cost at
+        most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())
