@@ -1,4 +1,4 @@
-"""A tiny target that has what `specjax bench` asks of one."""
+"""A tiny target with everything that `specjax bench` needs."""
 
 import json
 from pathlib import Path
