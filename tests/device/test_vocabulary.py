@@ -1,4 +1,4 @@
-"""Logits that are split over two devices, against the same on one: equal tokens, close numbers."""
+"""Logits divided over two devices: same tokens as on one device, and close numbers."""
 
 from dataclasses import replace
 from functools import partial
