@@ -10,9 +10,10 @@ none. The time is composed of parts of `steady_loads.H100_MS`, which are measure
   without the term for requests beyond 64 (256 requests of one row take longer than 64 of four).
 - d(m): one pass of the drafter over m requests. 0.546 ms at 1 and 0.628 ms at 64 are measured.
   Above 64, it grows by 0.002 ms per request (estimate).
-- A: the time to read a token of context. In a round, it is read once in 32 layers with 8 heads of 128
-  keys and values. A draft reads it once in the head's only layer. These are 131,072 bytes at 0.95 of
-  2,960 GB/s. Attention was measured at 0.87 to 1.03 of this rate, from 16 x 4,096 tokens on.
+- A: the time to read a token of context. In a round, it is read once in 32 layers with 8 heads of
+  128 keys and values. A draft reads it once in the head's only layer. These are 131,072 bytes at
+  0.95 of 2,960 GB/s. Attention was measured at 0.87 to 1.03 of this rate, for 16 x 4,096 or more
+  tokens.
 - SPLIT_MS: the drafter observes the two parts of a split round one after the other (estimate).
 """
 
