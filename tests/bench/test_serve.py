@@ -51,7 +51,7 @@ def bench(*argv, code=0):
 
 @pytest.fixture
 def asked(folder):
-    """Options for a server of any model."""
+    """Options of `bench serve` that suit any model."""
     return ["--tokenizer", folder, "--num-prompts", 4, "--output-len", 10, "--num-warmups", 1]
 
 

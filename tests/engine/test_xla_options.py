@@ -1,4 +1,4 @@
-"""In which precision programs multiply, by platform and dtype."""
+"""The precision of matrix products, by platform and dtype."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Snapshots through the scheduler. Pages hold 8 tokens."""
+"""Which snapshots of states the scheduler takes and restores. Pages hold 8 tokens."""
 
 import pytest
 from support.scheduling import add, roomy_scheduler, run

@@ -14,7 +14,7 @@ K = 4
 
 
 class Text:
-    """A source that expects the token 1 again and again, and that all drafts are accepted."""
+    """A source of drafts that always predicts the token 1."""
 
     name = "text"
 

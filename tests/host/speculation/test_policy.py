@@ -266,7 +266,7 @@ def test_a_new_target_is_tried_at_once(batch):
 
 
 def test_many_new_targets_cost_little():
-    """In training, each rollout has new weights, and drafts may never pay."""
+    """In training, each rollout has new weights, so drafting is tried often, and may never pay."""
     row = {0: 10.0, 1: 19.0, 2: 28.0, 3: 37.0, 4: 46.0, 5: 55.0}
     policy, ks = given_up(16, row), []
     for seed in range(40):
