@@ -138,8 +138,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
     A SentencePiece decoder omits the space before the first text that it decodes, so the output
     cannot be decoded alone. With SentencePiece, byte tokens at the end of the prompt are left out.
-    With other tokenizers, the list is empty if the prompt's text ends with U+FFFD, because the
-    prompt may then end inside a character, which is decoded to U+FFFD, too.
+    With other tokenizers, the list is empty if the prompt's text ends with U+FFFD: the prompt may
+    then end inside a character.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately

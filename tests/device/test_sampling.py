@@ -138,7 +138,7 @@ def test_a_drafter_like_the_target_draws_its_tokens(temperatures):
 
 
 def test_what_drafts_were_drawn_from():
-    """It is the softmax, by the target's token ids; for a greedy row, one-hot at the draft."""
+    """Drafts are drawn from the softmax over the target's ids, which is one-hot in greedy rows."""
     logits = 2 * np.random.default_rng(2).normal(size=(4, 5)).astype(np.float32)
     ids, temperatures = np.array([3, 17, 4, 29, 11]), np.array([1.0, 0.0, 0.3, 2.0])
     counters = np.arange(4), np.zeros(4, int)

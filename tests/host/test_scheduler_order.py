@@ -169,7 +169,7 @@ def test_k_is_chosen_once_a_step_by_who_decodes():
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
-    """It sees groups, lengths and usable drafts: one, if a request needs only two more tokens."""
+    """The load has groups, lengths and usable drafts: one, if a request lacks only two tokens."""
     policy = Noting(weighs)
     scheduler = make_scheduler(make_config(shapes=((4, 16),)), policy)
     for i, max_tokens in enumerate((9, 9, 3)):

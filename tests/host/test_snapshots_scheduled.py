@@ -9,9 +9,9 @@ def taken(found):
 
 
 def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
-    """A later request resumes there: the output's pages have no snapshot of the states.
+    """A later request resumes at this page, because the output has no snapshot of the states.
 
-    A prompt of one page has no snapshot, because its last token is always computed.
+    The last token of a prompt is always computed, so a prompt of one page needs no snapshot.
     """
     scheduler = roomy_scheduler(num_snapshots=3)
     (sample,) = add(scheduler, 0, range(100, 120), 14)

@@ -101,8 +101,8 @@ def test_the_cache_stays_where_it_is_and_nothing_but_kernels_runs(reports, case)
 def test_kernels_fit_and_fold_as_verifying_rounds(reports, fitting_kernels, case):
     """Prompts and steps round states in the same way: u k^T is added to e^g S by explicit FMAs.
 
-    A prompt has one such loop, over pending tokens. A step also has one over new tokens, with two
-    sums over keys, whose pieces are added by FMAs, too.
+    The kernel of a prompt has these FMAs in its loop over pending tokens. The kernel of a step also
+    has them in its loop over new tokens, together with the FMAs of two sums over keys.
     """
     kernels, (model, batch, _, folds) = fitting_kernels(reports[case]), case
     kernel = kernels["gated_delta_rule_chunks" if folds else "gated_delta_rule"]

@@ -1,9 +1,9 @@
 """Whole decode steps of real models, compiled for an H200: launches, bytes and copies.
 
 The limits may only fall. On a GPU, XLA's tuner chooses between its own matmuls and cuBLAS, so both
-are compiled: every case with XLA's matmuls, which are fused with other operations, and a case of
-each kind of layer with cuBLAS, which changes only copies and launches next to products. Contexts
-have 2,048 tokens, and bytes are those of all kernels' operands.
+are compiled. Every case has XLA's matmuls, which are fused with other operations. One case of each
+kind of layer has cuBLAS, which changes only copies and launches next to products. Contexts have
+2,048 tokens, and bytes are those of all kernels' operands.
 """
 
 from dataclasses import dataclass

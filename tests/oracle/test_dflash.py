@@ -1,8 +1,8 @@
 """DFlash heads compared with transformers, at every round and in generation.
 
 conftest.py runs the engine. The oracle runs transformers' model over a whole context and one block,
-so that inputs, positions and width of every block are compared. Its attention mask is transformers'
-own; for other layouts, it follows their published rules. The extensions DSpark and DFlash2 are
+so that inputs, positions and width of every block are compared. The attention mask is transformers'
+own or, for other layouts, follows their published rules. The extensions DSpark and DFlash2 are
 written here in torch, around transformers' model.
 """
 

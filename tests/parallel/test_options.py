@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def test_the_own_tree_and_a_saved_folder(checkpoints):
-    """An update may have the arrays of all devices, with padding. Saved experts are whole."""
+    """The engine's own divided and padded arrays are a valid update. Saved experts are whole."""
     folder = checkpoints.target("gpt_oss").folder
     options = {"tensor_parallel_size": 4, "enable_expert_parallel": True, **SIZES}
     with RolloutEngine(folder, **options) as engine:
@@ -75,7 +75,7 @@ class Misdivided(Llama):
 
 
 def test_what_cannot_be_divided(checkpoints):
-    """Such models are refused before weights are read: the NaN in these weights is not found."""
+    """The errors come before weights are read: the NaN in these weights is not found."""
     folder = llama(checkpoints).folder
     model, params = load_model(folder, FLOAT32)
     spoilt = jax.tree.map(lambda x: x * np.nan, params)

@@ -95,7 +95,7 @@ def write_new_head(kind, target, folder):
     [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash"), ("gemma3_text", "eagle3")],
 )
 def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
-    """With such a head, tokens are the target's, before and after an update."""
+    """With a new head, tokens are the target's, before and after an update."""
     one, two = two_targets(checkpoints, kind)
     write_new_head(drafter, one.folder, tmp_path)
     speculation = {"method": drafter, "model": str(tmp_path), "num_speculative_tokens": K}

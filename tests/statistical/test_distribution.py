@@ -4,9 +4,9 @@ A toy target and a toy drafter have logits that depend on the last token. Reques
 seeds and parameters run rounds with the real code for draws, edits and verification. Their tokens
 are compared with probabilities that loops and sorts compute from the target's logits in float64.
 
-The power of a test, for each kind of request: with probability .99, it detects that probability
-moves from one of eight equally likely tokens to another, if the amount is .058 (1,000 requests of a
-kind, fixed seed), .025 (10,000) or .009 (80,000, with new seeds in every run). SPECJAX_TEST_SEED
+A test detects with probability .99, for each kind of request, that one of eight equally likely
+tokens has gained probability from another. The gain is .058 with 1,000 requests of a kind and a
+fixed seed, .025 with 10,000, and .009 with 80,000 and new seeds in every run. SPECJAX_TEST_SEED
 repeats a run whose seed was printed.
 """
 

@@ -4,9 +4,9 @@ Tests and benchmarks/policies_simulated.py share this module. Times are millisec
 Llama-3.1-8B in bfloat16 with an EAGLE-1 drafter on an H100 (jax 0.11.2, commit 04df7ee). Batch
 sizes 1, 64 and 256 at K = 0, 1, 3 and 5 were measured in served steps. K = 2 at batch size 64 was
 also measured, relative to K = 1 and 3. Batch sizes 4 and 16 up to K = 3 follow from tokens per
-second with constant K, including prompts. All other times are estimates. They are linear in K,
-except at 4 and 16 beyond K = 3: there, they are the time of a draft at batch size 1 plus the time
-of the target's rows at 64.
+second with constant K, including prompts. All other times are estimates. Most are linear in K. At
+batch sizes 4 and 16 beyond K = 3, they are the time of a draft at batch size 1 plus the time of the
+target's rows at 64.
 """
 
 import math

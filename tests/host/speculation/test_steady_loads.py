@@ -36,7 +36,7 @@ def parts(batch, law, rounds, wrong_ms=None):
     ],
 )
 def test_it_ends_at_the_best_static_k(batch, law, rounds, median, least):
-    """It also follows falling acceptance, and loses little at the start."""
+    """Adaptive K also follows falling acceptance, and loses little at the start."""
     found = parts(batch, law, rounds)
     assert np.median(found) >= median and min(found) >= least
 
