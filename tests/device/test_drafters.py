@@ -39,9 +39,7 @@ def test_only_its_own_fields_go_with_a_method(method):
 
 
 def test_rows_that_drafting_adds_to_the_budget_of_a_step():
-    """The extra rows equal vLLM's max_num_new_slots_for_drafting. vLLM has no such number for
-    Medusa.
-    """
+    """The numbers are vLLM's max_num_new_slots_for_drafting, which does not include Medusa."""
     table = {
         **dict.fromkeys(("eagle", "eagle3", "mtp"), (ChainDrafter, 0, 0, 0)),
         "dflash": (DFlashDrafter, 0, 0, 0),

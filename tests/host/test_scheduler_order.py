@@ -186,10 +186,10 @@ def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
 
 
 def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
-    """The prompt has 10 tokens. With K = 3, each round may add 4 tokens.
+    """The prompt has 10 tokens. With K = 3, each round in flight may add 4 tokens.
 
-    If a round adds fewer tokens, pages are freed. The last token is not computed: with 11, 12, 16,
-    17 and 18 tokens, at most 16, 12, 8, 4 and 0 more may be written.
+    When a round adds fewer tokens, pages are freed. At the end, the sequence has 11, 12, 16, 17 and
+    18 tokens after each result, and rounds in flight may still add 16, 12, 8, 4 and 0.
     """
     scheduler = make_scheduler(make_config(), 3)
     (sequence,) = add(scheduler, 0, 10, 40)

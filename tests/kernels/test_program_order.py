@@ -144,7 +144,7 @@ def nan_rows(*shape):
 @pytest.mark.parametrize("rest", [1, 5, 31, 32, 33, 4095])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_with_nan_have_no_token(rest, temperature, checker):
-    """A tile's maximum ignores NaN, and may come from lanes past the end of the row."""
+    """A tile's maximum ignores NaN, so it may be the value of lanes past the end of the row."""
     vocab_size, index = 4096 + rest, np.arange(4, dtype=np.int32)
     logits = nan_rows(vocab_size)
     temperatures, seeds = np.full(4, temperature, np.float32), index.astype(np.uint32)

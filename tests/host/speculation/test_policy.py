@@ -224,7 +224,7 @@ def test_a_lone_request_tries_as_many_drafts():
 @pytest.mark.parametrize("batch", [1, slow(16), 256])
 @pytest.mark.parametrize("num_dead", [500, slow(8_000)])
 def test_better_drafts_are_found_again(batch, num_dead):
-    """At the latest, the second try at the longest interval finds them."""
+    """They are found by the second of the rarest tries, `PARKED_LAST` rounds apart."""
     found = 2 * PARKED_LAST + 100
     policy = adaptive()
     assert serve(policy, NOTHING, num_dead, batch=batch)[-100:].count(0) >= 80
