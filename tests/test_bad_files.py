@@ -1,6 +1,6 @@
 """Missing, damaged or unsuitable checkpoint files are refused; errors name file and fault.
 
-Engines are simulated, because all checks come before weights are used.
+Engines are simulated, because all checks come before weights are read, or while they are read.
 """
 
 import json

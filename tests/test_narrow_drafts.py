@@ -115,7 +115,7 @@ def test_what_is_quantised_already_is_refused(checkpoints):
 
 
 def test_layers_that_int4_cannot_hold_are_counted_in_the_log(checkpoints, caplog):
-    """The head's matrices have 32 or 64 inputs, too few for groups of 128."""
+    """None of the head's matrices has the 128 inputs of a group."""
     target = llama(checkpoints)
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K, "quantization": "int4"}

@@ -78,7 +78,7 @@ def test_columns_go_by_their_names(kernels):
 
 @pytest.mark.every_jax
 def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
-    """A NaN anywhere excludes a token. Infinities and the lowest number are treated as numbers."""
+    """A NaN anywhere leaves a row without a token. +inf and the lowest number can be drawn."""
     logits, temperature, *others = arguments(*SHAPE)
     logits[:], temperature[:] = -np.inf, np.arange(SHAPE[0]) // 2 % 2
     logits[1, [4100, 70, 8999]] = 2.0

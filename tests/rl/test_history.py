@@ -116,7 +116,7 @@ def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
 
 
 def test_workers_share_a_history(target, monkeypatch):
-    """Rollouts of one worker are drafts of another. Noise is the noise of a single engine."""
+    """Rollouts of each worker are drafts of both. Noise is the noise of a single engine."""
     monkeypatch.setattr(ray_workers, "import_ray", lambda name: OneThread())
     options = {**SIZES, "speculative_config": CONFIG}
     params = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)

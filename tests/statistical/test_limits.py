@@ -48,7 +48,7 @@ METHODS = [Rejection(), Block()]
 
 @dataclass(frozen=True)
 class Tables:
-    """Distributions by the number of tokens so far (at most two), and by the last two tokens."""
+    """Distributions by the number of tokens so far (0, 1 or more) and by the last two tokens."""
 
     p: np.ndarray  # [3, V, V, V]
     q: np.ndarray  # [3, V, V, V]

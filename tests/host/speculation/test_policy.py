@@ -130,7 +130,7 @@ def test_the_best_is_that_of_trying_all(seed):
 def leading(lead):
     """Return a policy for which K = 1 is best at batch size 1, and K = 2 by 10 % at 64.
 
-    At batch size 1, K = 1 is better by the fraction `lead`. The policy has just tried all Ks.
+    At batch size 1, K = 1 is better by the fraction `lead`. At first, the policy makes no tries.
     """
     rates = (0.5, 0.25)
     at_1 = {1: 15.0, 2: 17.5 * (1 + lead)}
@@ -202,10 +202,7 @@ def test_only_a_policy_that_learns_times_doubts_them():
 
 
 def test_tries_to_draft_come_less_and_less_often():
-    """Each try is one round of 16 requests.
-
-    The very first rounds, with no counts yet, draft, too.
-    """
+    """Each try is one round of 16 requests. The first one comes before anything is known."""
     ks = serve(adaptive(), NOTHING, 16_000, batch=16)
     drafting = [i for i, k in enumerate(ks) if k > 0]
     longer = [gap for gap in np.diff(drafting).tolist() if gap > 1]
