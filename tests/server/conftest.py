@@ -1,4 +1,4 @@
-"""One tiny model on a simulated device behind one server for the tests of a module."""
+"""A server with a tiny model on a simulated device, shared by the tests of a module."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a server of the demo model, with drafts."""
+"""OpenAI's own client, on a server of the demo model with drafts."""
 
 import asyncio
 import json
