@@ -140,7 +140,7 @@ class DeltaRule:
             ring=restored.ring.at[:, slots[:, None], columns].set(tail, mode="drop")
         )
 
-    def cached(
+    def write(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
         """Run the rows; return the output [N, H_v, D_v] and the new cache.
@@ -162,6 +162,17 @@ class DeltaRule:
             kernels=rows.kernels,
         )
         return out.reshape(-1, *out.shape[2:]), cache
+
+    def read(
+        self,
+        rows: CachedRows,
+        cache: DeltaRuleCache,
+        layer: jax.Array,
+        inputs: DeltaInputs,
+        queries: jax.Array,
+    ) -> jax.Array:
+        """Return `queries`: `write` has already computed the output."""
+        return queries
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
         """Return the output [N, H_v, D_v] for sequences of `length` rows, from empty states."""
