@@ -129,7 +129,7 @@ def _workload(settings: SimulationSettings, seed: int) -> Workload:
 
 
 def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Return the policy's regret over all runs, for each batch size to which rounds were padded."""
+    """Return the policy's regret over all runs, by padded batch size."""
     batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
     return {
         batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)

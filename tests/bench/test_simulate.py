@@ -1,4 +1,4 @@
-"""What `specjax bench simulate` reports."""
+"""The results of `specjax bench simulate`."""
 
 import json
 from collections import Counter
@@ -73,7 +73,7 @@ def test_who_knows_more_regrets_less(capsys, profile):
 
 
 def test_requests_may_differ_in_their_drafts(capsys, profile):
-    """And in their contexts, which cost nothing in this profile."""
+    """Only some requests draft in a split round. Contexts cost no time in this profile."""
     options = ["--requests", "32", "--seeds", "1"]
     split = simulate(capsys, profile, "adaptive", *options, "--context", "5000")
     whole = simulate(capsys, profile, "adaptive", *options, "--one-k")
@@ -91,7 +91,7 @@ def test_requests_may_differ_in_their_drafts(capsys, profile):
 
 
 def test_a_shift_is_for_those_who_learn(capsys, profile, tmp_path):
-    """As does a policy that adapts, or a profile whose rates are learned online."""
+    """After a shift of acceptance, policies that learn rates have less regret than a profile."""
     online = tmp_path / "online.json"
     online.write_text(json.dumps(PROFILE | {"is_online": True}))
     shift = ["--acceptance-shift", "-4", "--seeds", "1"]
