@@ -3,6 +3,7 @@
 Process 0 runs `leader.py` and sends a message for each call.
 """
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,9 @@ from specjax.engine.hosts import Hosts, HostsError
 from specjax.engine.leader import Named, Result
 from specjax.engine.sleep import Sleep
 from specjax.engine.tracing import Program
+from specjax.host.leaving import leave
+
+log = logging.getLogger(__name__)
 
 
 class Follower:
@@ -59,6 +63,8 @@ class Follower:
     def follow(self) -> None:
         """Run the calls that process 0 sends, until process 0 sends "end".
 
+        If a signal ends process 0, this process ends as well if it still compiles programs.
+
         Raises:
             HostsError: process 0 ended without sending "end", or a process failed.
         """
@@ -72,7 +78,11 @@ class Follower:
             self._is_over = True
             self._asked.set()
         self._hosts.close()
-        self.programs.close()
+        _, is_ending = message
+        if is_ending:
+            leave(self.programs.close, log.info)
+        else:
+            self.programs.close()
 
     @property
     def params(self) -> Params:

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from specjax.host.leaving import is_leaving
+
 LEADER = 0
 POLL_SECONDS = 50e-6  # pause between two looks at results; a step takes milliseconds
 PAUSE_SECONDS = 0.01  # pause between two looks at anything that takes longer
@@ -168,11 +170,17 @@ class Hosts:
         self._await_exit()
 
     def close(self) -> None:
-        """Tell the peers that the engine has been closed."""
+        """Tell the peers that the engine has been closed, and whether this process is ending.
+
+        A process that is ending may still compile programs, and then ends without atexit. So it
+        lets the peers disconnect now.
+        """
         if not self._is_closed:
             self._is_closed = True
-            self._say_last("end")
+            self._say_last("end", is_leaving())
             self._await_exit()
+            if is_leaving() and self.leads:
+                self._release_peers()
 
     def _say_last(self, *message: Any) -> None:
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
@@ -268,13 +276,17 @@ class Hosts:
                 stream.flush()
             os._exit(1)
         self.close()
-        if not self.leads:
-            self._disconnect()
+        if self.leads:
+            self._release_peers()
         else:
-            self._say_last("leave")
-            peers = self.peers.values()
-            for thread in self._threads or [_started(_read_all, one) for one in peers]:
-                thread.join(ANSWER_SECONDS)
+            self._disconnect()
+
+    def _release_peers(self) -> None:
+        """Let the other processes disconnect, and wait until they have."""
+        self._say_last("leave")
+        peers = self.peers.values()
+        for thread in self._threads or [_started(_read_all, one) for one in peers]:
+            thread.join(ANSWER_SECONDS)
 
 
 def _started(do: Callable[..., None], *arguments: Any) -> threading.Thread:
