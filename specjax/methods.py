@@ -19,7 +19,6 @@ class Method(NamedTuple):
             can describe the drafter without its checkpoint.
         options: fields of `SpeculativeConfig` that only this method takes.
         sources: sources of drafts on the host that the method includes.
-        takes_sources: whether drafts of other sources may replace the drafter's own drafts.
         drafter: the name under which metrics count the drafts that the method makes on the device;
             None for the method's name.
     """
@@ -29,7 +28,6 @@ class Method(NamedTuple):
     needs_shape: bool = False
     options: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-    takes_sources: bool = True
     drafter: str | None = None
 
 
@@ -45,7 +43,7 @@ METHODS = {
     "mtp": Method(needs_model=False),
     "dflash": Method(),
     "p_eagle": Method(),
-    "draft_model": Method(takes_sources=False),
+    "draft_model": Method(),
     "medusa": Method(),
     "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
     "suffix": Method(False, False, options=SUFFIX_OPTIONS, sources=("suffix",), drafter="ngram"),
@@ -70,11 +68,6 @@ def check_sources(config: Any) -> dict[str, Any]:
         listed = f"a list of {', '.join(free)}, each once" if free else "left out"
         raise ValueError(
             f"{where}.with={sources!r} must be {listed}, with method={config.method!r}"
-        )
-    if sources and not method.takes_sources:
-        raise ValueError(
-            f"{where}.with={sources!r}: a draft model keeps its own drafts in its cache, so all "
-            f"drafts must be its own; leave it out, or use another method than {config.method!r}"
         )
     defaults = type(config).__dataclass_fields__
     for name, needs in METHODS.items():

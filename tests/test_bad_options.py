@@ -97,11 +97,8 @@ BAD_SETS = [
         ["with and sources", "leave one out"],
     ),
     ({"speculative_config": SUFFIX | {"with": ["suffix"]}}, ["must be left out"]),
+    ({"speculative_config": SUFFIX | {"method": "sufix"}}, ["method='sufix'", "suffix"]),
     ({"speculative_config": SUFFIX | {"model": "a"}}, ["model='a'", "no checkpoint"]),
-    (
-        {"speculative_config": NGRAM | {"method": "draft_model", "model": "a", "with": ["suffix"]}},
-        ["with=['suffix']", "draft model"],
-    ),
     (
         {"speculative_config": NGRAM | {"suffix_decoding_min_token_prob": 0.2}},
         ["suffix_decoding_min_token_prob", "method='suffix'", "'ngram'"],

@@ -7,8 +7,9 @@ rounds without drafts, after cached prefixes and after preemption.
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dynamic_k import InTurn
@@ -18,8 +19,11 @@ from support.shared_models import VOCAB, hybrid, llama
 from specjax import SamplingParams
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
+from specjax.device.drafters import draft_model
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import describe_model, read_config
+from specjax.host.drafts.suggester import is_used
+from specjax.host.drafts.text_index import NOTHING, Continuation
 
 PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed=1)
 
@@ -80,6 +84,69 @@ def test_it_is_right_after_a_preemption(llm, plain):
     finally:
         give_pages(llm, taken)
     assert llm.metrics().num_preemptions > before
+
+
+class Texts:
+    """A source that knows all outputs. It adds a wrong token at times, or returns nothing."""
+
+    name = "texts"
+
+    def __init__(self, texts):
+        self._texts, self._rng = texts, np.random.default_rng(0)
+
+    def begin_step(self):
+        pass
+
+    def finish(self, sample):
+        pass
+
+    def continuation(self, sample, num_in_flight, count):
+        known = sample.token_ids
+        (text,) = (text for text in self._texts if text[: len(known)] == known)
+        tokens = text[len(known) :][: num_in_flight + count]
+        kind = self._rng.integers(4)
+        if kind > 1 and len(tokens) > num_in_flight:
+            wrong = self._rng.integers(num_in_flight, len(tokens))
+            tokens[wrong] = (tokens[wrong] + 1) % (VOCAB - 1)
+        return NOTHING if not kind else Continuation(tokens, float(K))
+
+
+@dataclass(frozen=True)
+class Stumbling(draft_model.DraftModel):
+    """Its drafts are wrong at every third position."""
+
+    def _run(self, params, tokens, rows, last, caches, context):
+        logits, caches = super()._run(params, tokens, rows, last, caches, context)
+        places = rows.by_request(rows.positions)[jnp.arange(len(last)), last] + 1
+        wrong = jnp.roll(logits, 1, axis=1)
+        return jnp.where((places % 3 == 0)[:, None], wrong, logits), caches
+
+
+def test_it_is_right_after_drafts_from_texts(folder, plain, monkeypatch):
+    """Texts are accepted where the model had run other drafts. It then goes on from the texts."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected = generate_tokens(plain, PROMPTS, params)
+    texts = [prompt + output for prompt, output in zip(PROMPTS, expected, strict=True)]
+    monkeypatch.setattr(draft_model, "DraftModel", Stumbling)
+    own, others = [], []  # rounds: accepted drafts, and those before the model's first wrong one
+    with make_llm(folder, "draft_model", folder, speculation={"with": ["suffix"]}) as llm:
+        llm.engine.set_policy(InTurn(K, K, 0, K))
+        suggester = llm.engine.scheduler.suggester
+        suggester.sources, suggester._ratios = (Texts(texts),), {"texts": 1e9}
+        learn = suggester.learn
+
+        def noting(sequences, paths, outputs, num_kept):
+            for one, path, row, kept in zip(sequences, paths, outputs, num_kept, strict=True):
+                if kept and not one.is_finished:
+                    place = len(one.token_ids) - kept
+                    found = kept - 1, min(row.num_drafts, -place % 3)
+                    (others if is_used(path, one, kept) else own).append(found)
+            learn(sequences, paths, outputs, num_kept)
+
+        monkeypatch.setattr(suggester, "learn", noting)
+        assert generate_tokens(llm, PROMPTS, params) == expected
+    assert len(own) > 10 and all(accepted == right for accepted, right in own)
+    assert sum(accepted > right for accepted, right in others) > 5
 
 
 def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):

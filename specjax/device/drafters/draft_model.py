@@ -5,8 +5,9 @@ round of K drafts runs the model K times: on the last token to make the first dr
 draft to make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
-runs this draft and the last token in its first pass. A round without drafts also runs the first
-pass, which then writes keys and values to the caches but computes no logits.
+runs this draft and the last token in its first pass. If drafts from texts replaced the model's own
+drafts, the first pass runs all accepted drafts that differ from them. A round without drafts also
+runs the first pass, which then writes keys and values to the caches but computes no logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -119,11 +120,15 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and the number of each request's tokens that the caches lack."""
+    """The drafter's caches, and the number of each request's tokens that the caches lack.
+
+    W is `DraftModel.max_missing` - 1.
+    """
 
     caches: tuple[Any, ...]  # one per cache kind of the model
     snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
-    num_missing: jax.Array  # i32[S], 1 if the last accepted draft was never run
+    num_missing: jax.Array  # i32[S], number of the last accepted drafts that were never run
+    ran: jax.Array  # i32[S, W], the drafts that the model has run in the latest round, then -1
     pending: jax.Array  # i32[S], number of accepted tokens that recurrent states lack
 
 
@@ -132,7 +137,13 @@ class DraftModel(HeadDrafter[ModelWeights]):
     """A drafter that runs a model once per draft token.
 
     It makes no drafts past the draft model's maximum position.
+
+    Attributes:
+        max_missing: maximum number of accepted drafts that the caches may lack. It is 1 unless
+            drafts from texts may replace the model's own drafts.
     """
+
+    max_missing: int = 1
 
     @property
     def is_recurrent(self) -> bool:
@@ -145,8 +156,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: a round may first run the last draft of the previous round, in one more row."""
-        return 1
+        """Return the number of rows for accepted drafts of the previous round."""
+        return self.max_missing
 
     def num_passes(self, k: int) -> int:
         """Return k: each draft takes one pass."""
@@ -158,10 +169,13 @@ class DraftModel(HeadDrafter[ModelWeights]):
         A request has the same pages and the same slot as in the target's caches.
         """
         model, count = self.head.model, sizes.num_snapshots
+        # A recurrent model runs all drafts again in each pass, after those that its state lacks.
+        sizes = sizes._replace(max_rows=max(sizes.max_rows, 2 * self.max_missing))
         return DraftModelState(
             init_caches(model, sizes, dtype),
             tuple(kind.init_snapshots(count, dtype) for kind in model.cache_kinds),
             num_missing=jnp.zeros(sizes.num_slots, jnp.int32),
+            ran=jnp.full((sizes.num_slots, self.max_missing - 1), -1, jnp.int32),
             pending=jnp.zeros(sizes.num_slots, jnp.int32),
         )
 
@@ -199,12 +213,12 @@ class DraftModel(HeadDrafter[ModelWeights]):
         model starts from the state before the round, and runs the last token and all previous
         drafts again.
         """
-        caches, starts = state.caches, context.starts
+        caches, starts, first = state.caches, context.starts, self.max_missing
         missing, pending = (
             x.at[context.slots].get(mode="fill", fill_value=0)
             for x in (state.num_missing, state.pending)
         )
-        own, places = params.drafter, starts[:, None] + jnp.arange(-1, 1)[None]
+        own, places = params.drafter, starts[:, None] + jnp.arange(-first, 1)[None]
         tokens = jnp.take_along_axis(context.history.tokens, places, axis=1, mode="clip")
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
@@ -214,10 +228,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
             rows = context.rows_at(
                 starts + i - num_before,
                 counts=num_before + 1,
-                most=i + 2 if is_first else 1,
+                most=i + 1 + first if is_first else 1,
                 pending=pending,
             )
-            places = i + 1 - num_before[:, None] + jnp.arange(rows.width)[None]
+            places = i + first - num_before[:, None] + jnp.arange(rows.width)[None]
             held = jnp.take_along_axis(tokens, places, axis=1, mode="clip")
             logits, caches = self._run(own, own.as_own(held), rows, num_before, caches, context)
             pending = jnp.zeros_like(pending)
@@ -232,6 +246,9 @@ class DraftModel(HeadDrafter[ModelWeights]):
         draft, most = Draft.stacked(drafts, probs, len(starts)), self.head.model.max_position
         if most < context.history.tokens.shape[1]:  # the draft model does not know later positions
             draft = draft._replace(counts=jnp.clip(most - starts, 0, k))
+        if size := state.ran.shape[1]:
+            ran = jnp.pad(draft.tokens[:, : max(k - 1, 0)], ((0, 0), (0, size)), constant_values=-1)
+            state = replace(state, ran=state.ran.at[context.slots].set(ran[:, :size], mode="drop"))
         return draft, replace(state, caches=caches)
 
     def _run(
@@ -268,7 +285,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
             missing = pending = none
         else:
             before = state.num_missing.at[slots].get(mode="fill", fill_value=0)
-            missing = ((seen.last == seen.k) & (seen.k > 0)).astype(none.dtype)
+            missing = self._num_missing(state, seen)
             pending = before + 1 + seen.last - missing
         return replace(
             state,
@@ -276,6 +293,16 @@ class DraftModel(HeadDrafter[ModelWeights]):
             num_missing=state.num_missing.at[slots].set(missing, mode="drop"),
             pending=state.pending.at[slots].set(pending, mode="drop"),
         )
+
+    def _num_missing(self, state: DraftModelState, seen: Observation) -> jax.Array:
+        """Return how many of each request's accepted drafts the model has not run, i32[B]."""
+        assert seen.k is not None, "a chunk has no drafts"
+        if not (size := state.ran.shape[1]):
+            return ((seen.last == seen.k) & (seen.k > 0)).astype(seen.last.dtype)
+        ran = state.ran.at[seen.slots].get(mode="fill", fill_value=-1)[:, : seen.k]
+        is_same = (ran == seen.tokens[:, 1 : 1 + ran.shape[1]]).astype(seen.last.dtype)
+        num_same = jnp.cumprod(is_same, axis=1).sum(axis=1)
+        return jnp.minimum(seen.last - jnp.minimum(seen.last, num_same), size + 1)
 
 
 def load(
@@ -307,7 +334,9 @@ def load(
     model, params = load_model(folder, dtype, placement, log)
     if tokens is not None:
         tokens = TokenMap(*map(placement.put, tokens))
-    drafter = DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy")
+    drafter = DraftModel(
+        ModelWeights(model), config.draft_sample_method == "greedy", _max_missing(config)
+    )
     return drafter, DraftModelParams(params, tokens)
 
 
@@ -324,4 +353,9 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> Draft
             f"{target.vocab_size}, and configs have no tokenizers to match tokens; use a model "
             "with the target's vocabulary"
         )
-    return DraftModel(ModelWeights(replace(model, num_devices=target.num_devices)))
+    weights = ModelWeights(replace(model, num_devices=target.num_devices))
+    return DraftModel(weights, max_missing=_max_missing(config))
+
+
+def _max_missing(config: SpeculativeConfig) -> int:
+    return config.num_speculative_tokens if config.sources else 1
