@@ -31,7 +31,8 @@ LAYERS = [
     ["specjax.rl", "specjax.bench"],
     ["specjax.ray", "specjax.server"],
     ["specjax.commands"],
-    ["specjax.cli", "specjax.__main__", "specjax"],
+    ["specjax.cli", "specjax"],
+    ["specjax.__main__"],
 ]
 RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
 # Everything that these import; None is any package.

@@ -53,8 +53,10 @@ def test_report(capsys, profile, policy):
     assert 0.8 < report["makespan_ratio_to_oracle"] < 2
 
 
-def test_text(capsys, profile):
+def test_text(capsys, caplog, profile):
+    caplog.set_level("INFO", "specjax")
     assert main([*COMMAND, "--profile", profile, "--policy", "static:2", *SMALL]) == 0
+    assert caplog.messages[0] == "simulating static:2, seed 0, run 1 of 4"
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["over", "seeds", "mean", "least", "most"]

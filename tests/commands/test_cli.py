@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -61,9 +62,11 @@ def test_the_package_imports_lazily_but_completely():
         _ = specjax.Nothing
 
 
-def test_the_version(capsys):
+@pytest.mark.parametrize("as_module", [False, True])
+def test_the_version(capsys, monkeypatch, as_module):
+    monkeypatch.setattr(sys, "argv", ["specjax", "--version"])
     with pytest.raises(SystemExit) as end:
-        main(["--version"])
+        runpy.run_module("specjax", run_name="__main__") if as_module else main()
     assert end.value.code == 0
     assert capsys.readouterr().out == f"specjax {specjax.__version__}\n"
     assert re.fullmatch(r"\d+\.\d+\.\d+\S*", specjax.__version__)

@@ -115,6 +115,19 @@ def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
     assert not any(one.reuses_noise for one in generate(engine, history))
 
 
+def test_a_whole_group_that_reuses_noise_never_has_new_noise(engine):
+    """With unchanged weights, all later groups repeat the first; larger groups add new noise."""
+    history, groups = RolloutHistory(), []
+    for n in 2, 2, 2, 3:
+        batch = generate(engine, history, n=n, reuse_noise=1.0)
+        groups.append({(one.prompt_index, one.seed): one.token_ids.tolist() for one in batch})
+        assert len(groups[-1]) == n * len(PROMPTS)
+        assert sum(one.reuses_noise for one in batch) == 2 * len(PROMPTS) * (len(groups) > 1)
+        engine.update_weights(copied(engine.params.target))
+    first, *later, largest = groups
+    assert all(one == first for one in later) and first.items() < largest.items()
+
+
 def test_workers_share_a_history(target, monkeypatch):
     """Rollouts of each worker are drafts of both. Noise is the noise of a single engine."""
     monkeypatch.setattr(ray_workers, "import_ray", lambda name: OneThread())
