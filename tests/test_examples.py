@@ -155,7 +155,7 @@ def test_rows_hold_each_prompt_and_its_output(examples):
 
 
 def brute_force_loss(logprobs, rows, clip):
-    """Return the loss, token by token: the smaller of the plain and the clipped objective."""
+    """Return the negative mean, over tokens, of the smaller of plain and clipped objective."""
     total = count = 0.0
     for i, t in np.ndindex(*logprobs.shape):
         if not rows.mask[i, t]:
