@@ -62,7 +62,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round (only some requests draft) that would be faster once compiled; or None."""
+        """A split round that would be faster than the chosen round, but is not compiled; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
