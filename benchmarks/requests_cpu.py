@@ -136,7 +136,7 @@ def compile_splits(engine: Engine, n: int) -> None:
 def measure(
     engine: Engine, settings: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return tokens per second of each run, and the mean drafts of each half, by policy."""
+    """Return, for each policy, tokens/s of its runs, and mean drafts of each half of the requests."""
     policies: dict[str, Any] = {f"K={k}": partial(StaticPolicy, k) for k in KS}
     measured = engine.scheduler.policy
     assert isinstance(measured, GoodputPolicy)

@@ -31,7 +31,7 @@ class FourBits(NamedTuple):
         return -(-depth // (2 * self.half)) * self.half
 
     def pack(self, codes: jax.Array) -> jax.Array:
-        """Return u8[..., bytes] from codes u8[..., I] from 0 to 15."""
+        """Pack codes u8[..., I], which are 0 to 15, into u8[..., bytes]."""
         *others, depth = codes.shape
         padding = [(0, 0)] * len(others) + [(0, 2 * self.width(depth) - depth)]
         runs = jnp.pad(codes, padding).reshape(*others, -1, 2, self.half)

@@ -113,12 +113,12 @@ class PackedTensor:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """A permutation i32[I] of the inputs that makes each group consecutive.
+        """A permutation i32[I] of the inputs, after which each group's inputs are consecutive.
 
-        None if each group is consecutive without a permutation.
+        None if they are consecutive already.
 
         Raises:
-            CheckpointError: a group has more or fewer inputs than its size.
+            CheckpointError: a group has more or fewer inputs than the group size.
         """
         if self.groups is None:
             return None
