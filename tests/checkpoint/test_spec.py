@@ -29,7 +29,7 @@ def numbered(spec):
 
 
 def check(pairs):
-    """Of each spec and what is expected: join gives it, and split undoes it."""
+    """Of each spec and what is expected: join gives it on both sides, and split undoes it."""
     specs, expected = zip(*pairs, strict=True)
     join = jax.jit(lambda parts: [s.join(p, FLOAT32) for s, p in zip(specs, parts, strict=True)])
     joined = join([numbered(spec) for spec in specs])
@@ -37,6 +37,9 @@ def check(pairs):
         assert array.shape == spec.shape == wanted.shape
         np.testing.assert_array_equal(array, wanted, str(spec))
         parts, back = numbered(spec), spec.split(wanted)
+        on_host = spec.join(parts, FLOAT32)
+        assert isinstance(on_host, np.ndarray)
+        np.testing.assert_array_equal(on_host, wanted, str(spec))
         if spec.is_stored:
             np.testing.assert_array_equal(parts[0], wanted)
         assert tuple(back) == spec.names
