@@ -1,4 +1,4 @@
-"""The examples, and the code on pages: all run. GRPO's parts against rewrites by brute force."""
+"""The examples, and the code in the documentation. Parts of GRPO are compared with loops."""
 
 import ast
 import importlib
@@ -40,7 +40,10 @@ PRINTED = {
 
 
 def python_of(page: str, kinds: str = "python") -> str:
-    """The Python on a page, all of it one script. What needs more than a CPU is marked `py`."""
+    """Return the Python code of a page as one script.
+
+    Blocks that need more than a CPU are marked `py`.
+    """
     blocks = rf"^```(?:{kinds})\n(.*?)^```"
     return "".join(re.findall(blocks, (ROOT / page).read_text(), re.S | re.M))
 
@@ -52,7 +55,7 @@ def test_python_on_pages_is_python(page):
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
-    """The examples' modules, which find each other as a script finds its neighbours."""
+    """The modules of the examples, which can import each other."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield {name: importlib.import_module(name) for name in NAMES}
@@ -71,7 +74,7 @@ def tiny() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def logprobs_of(examples, tiny) -> Callable[..., np.ndarray]:
-    """`token_logprobs` of at most VOCAB rows of at most five tokens: one shape, one program."""
+    """Return a function that calls `token_logprobs` with rows padded to one shape."""
     compiled = jax.jit(examples["grpo"].token_logprobs, static_argnums=0)
 
     def run(params, tokens):
@@ -128,7 +131,7 @@ def test_advantages_compare_answers_to_the_same_question(examples):
 
 
 def rollouts_of(*samples, prompts=None):
-    """A batch of (tokens, log-probabilities)."""
+    """Return a batch of rollouts, given pairs (tokens, log-probabilities)."""
     return RolloutBatch(
         made_rollout(prompts[i] if prompts else [1], *sample, sample_index=i)
         for i, sample in enumerate(samples)
@@ -152,7 +155,7 @@ def test_rows_hold_each_prompt_and_its_output(examples):
 
 
 def brute_force_loss(logprobs, rows, clip):
-    """Token by token: the worse of what the ratio and the clipped ratio promise."""
+    """Return the negative mean, over tokens, of the smaller of plain and clipped objective."""
     total = count = 0.0
     for i, t in np.ndindex(*logprobs.shape):
         if not rows.mask[i, t]:
@@ -177,7 +180,7 @@ def random_rows(examples, seed):
 
 
 def test_losses_are_the_clipped_surrogate_and_the_cross_entropy(examples):
-    """Of what the mask has, whatever stands elsewhere."""
+    """Values outside of the mask do not count."""
     losses = [jax.jit(examples["grpo"].grpo_loss), jax.jit(examples["grpo"].imitation_loss)]
     for seed in range(5):
         rows, logprobs = random_rows(examples, seed)
@@ -241,7 +244,7 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
 
 
 def run_script(script: Path, folder: Path | None = None, options: Sequence[str] = ()) -> str:
-    """What a script prints; it writes to `folder`."""
+    """Run a script in `folder`, and return its printed text."""
     result = subprocess.run(
         [sys.executable, str(script), *options],
         cwd=folder,
@@ -310,7 +313,7 @@ def test_a_small_run_of_grpo(examples, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["folder", "wire"])
 def test_a_trainer_in_another_process_updates_a_server(transport):
-    """The example itself raises where an answer has other weights than those it has just sent."""
+    """The example raises an error if an answer does not come from the weights it has just sent."""
     options = ["--steps", "2", "--questions", "2", "--samples", "2", "--imitation-steps", "2"]
     options += ["--held-out", "2", "--transport", transport]
     told = run_script(EXAMPLES / "grpo_http.py", options=options)

@@ -31,7 +31,7 @@ class FourBits(NamedTuple):
         return -(-depth // (2 * self.half)) * self.half
 
     def pack(self, codes: Any, xp: Any = jnp) -> Any:
-        """Return u8[..., bytes] from codes u8[..., I] from 0 to 15.
+        """Pack codes u8[..., I], which are 0 to 15, into u8[..., bytes].
 
         `xp` is the module of the codes' array type: NumPy or `jax.numpy`.
         """

@@ -57,9 +57,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` names the input axis, or `columns` names the output axis; at most one of them is given
-    (see `TensorSpec.cuts`). Devices may divide the named axis, or divide the experts instead.
-    If neither axis is named, every device has all experts whole.
+    `rows` is a name for the input axis, and `columns` for the output axis (see `TensorSpec.cuts`).
+    Give at most one of them. Devices may divide the named axis, or divide the experts instead. If
+    neither axis is named, every device has all experts whole.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

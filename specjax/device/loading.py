@@ -68,8 +68,8 @@ def load_params(
 ) -> Any:
     """Return the tree `specs` with an array in `dtype` in the place of each `TensorSpec`.
 
-    Quantised weights keep the numbers and scales that the files store. A format for which there is
-    no product with such numbers is unpacked to `dtype` (see `as_stored`).
+    Quantised weights keep the numbers and scales that the files store. Weights in a format that no
+    matrix product supports are unpacked to `dtype` (see `as_stored`).
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
@@ -157,9 +157,9 @@ def lay_out(
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Divide an array over devices as a spec describes; return it in newly allocated memory.
 
-    `array` is undivided, or is divided already. An undivided array is divided on the devices where
-    it lies. A divided array without padding is copied. A divided array with
-    padding is copied to the host, which removes the padding, and divides and pads the array again.
+    An undivided array is divided on the devices where it lies. An array that is divided already is
+    copied if it has no padding. If it has padding, the host removes the padding, and then divides
+    and pads the array again.
     """
     if array.shape == spec.shape and is_divided(array) and not spec.is_padded:
         return _copy(array, dtype, sharding)

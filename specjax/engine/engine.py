@@ -2,11 +2,11 @@
 
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
-While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
-program takes one packed array from the host, and returns its results as one packed array. A step
-may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
-such steps are frequent, both parts run as one program. A round with grammars is several programs:
-the host computes masks while the target runs over the drafts.
+While the device runs step N, the host plans step N + 1. The state never leaves the device. Programs
+take packed arrays from the host, and return their results as packed arrays. A step may have two
+parts, prefill chunks and a decode round. Both are launched before either is read. If such steps are
+frequent, both parts run as one program. A round with grammars is several programs: the host
+computes masks while the target runs over the drafts.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Packed arrays are done with when a step's results are there: the host may use their memory."""
+"""The host may reuse the memory of packed arrays once it has the step's results."""
 
 import numpy as np
 import pytest
@@ -15,21 +15,21 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def engine(checkpoints):
-    """Prepared for grammars, so that nothing compiles in between."""
+    """An engine whose steps for grammars are compiled, so that nothing compiles during the test."""
     with make_llm(checkpoints.with_letters(llama(checkpoints).folder)) as llm:
         prepare_everything(llm)
         yield llm.engine
 
 
 class EvenMatcher(AnyText):
-    """Permits the tokens 0, 2, ..."""
+    """A matcher that permits the tokens 0, 2, 4, ..."""
 
     def masks(self, drafts):
         return np.full((len(drafts) + 1, VOCAB // 32), 0x55555555, np.int32)
 
 
 def generate(engine):
-    """What the requests have so far, after each step; two of them are under a grammar."""
+    """After each step, yield the outputs so far. Two of the requests have a grammar."""
     rng = np.random.default_rng(1)
     for i, length in enumerate([40, 3, 17, 32, 1]):
         grammar = {"structured_outputs": {"regex": "any"}} if i % 2 else {}
@@ -45,7 +45,7 @@ def generate(engine):
 
 
 def test_packed_arrays_are_done_with_when_their_results_are_there(engine, monkeypatch):
-    """Overwriting them then changes nothing: no step looks at what an earlier one was told."""
+    """If they are overwritten then, no output changes: no later step reads them."""
     *_, expected = generate(engine)
     assert sorted(map(len, expected.values())) == [12] * 5
     assert all(token % 2 == 0 for i in (1, 3) for token in expected[i])

@@ -2,7 +2,7 @@
 
 A weight is a number of the tensor X [..., O, I], float8_e4m3fn or int8, times its scale. The scales
 are the tensor X_scale_inv (DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors). Their shape
-shows what shares a scale. Only the size of a block is read from the config.
+shows which numbers share a scale. Only the size of a block is read from the config.
 """
 
 import math
@@ -92,11 +92,10 @@ class ScalesSpec(TensorSpec):
 
     @property
     def block(self) -> Block:
-        """The numbers of adjacent rows and columns of the merged matrix that share a scale.
+        """The size (rows, columns) of the merged matrix's blocks, which have one scale each.
 
-        Each merged tensor has blocks of rows and columns that share a scale. The blocks of the
-        matrix are parts of the tensors' blocks. They may have fewer rows, so that they cross no
-        border between two tensors or between two parts of a head.
+        The blocks of the matrix are parts of the merged tensors' blocks. They may have fewer rows,
+        so that no block crosses a border between two tensors or between two parts of a head.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))

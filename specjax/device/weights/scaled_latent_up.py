@@ -152,9 +152,9 @@ class _ScalesSpec(_Spec):
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     """Return the `ScaledLatentUp` that is stored as `tensor`. It has `TensorSpec`s, not arrays.
 
-    `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
-    needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be
-    divided into blocks of such a size, `x` itself is returned.
+    `x` is the same weight without quantisation. The kernel of `absorb` needs blocks whose number of
+    rows is a multiple of `MIN_ROWS`; the numbers of a block share a scale. If a head's rows cannot
+    be divided into such blocks, `x` itself is returned.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]

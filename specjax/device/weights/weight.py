@@ -90,7 +90,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return how many bytes `weights_on` adds to parameters in `dtype` at most.
+    """Return the maximum number of bytes that `weights_on` adds to parameters in `dtype`.
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """

@@ -246,7 +246,7 @@ class _Row:
         """Add the time of a served round, a round with users' requests.
 
         `column` is the index of the round's K. `surprise` is log(served time / known time), and
-        `expected` is the estimate of it. The first few rounds change the estimate only a little.
+        `expected` is its current estimate. The first few rounds change the estimate only a little.
         The known time is from a profile or from artificial rounds.
         """
         served = self.served[column]
