@@ -212,7 +212,7 @@ def test_adaptive_regrets_little(grid, shift, is_small):
 def rivals():
     """Yield all combinations of grid, shift and other policy.
 
-    A third of them run every day. They include every pair of two of the three values.
+    A third of them run every day. Among these, any two of the three take every pair of values.
     """
     for (i, grid), (j, shift) in product(enumerate(GRIDS), enumerate([*SHIFTS, None])):
         for k, name in enumerate(("table", "table of the seed", "thresholds")):
