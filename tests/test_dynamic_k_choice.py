@@ -1,11 +1,11 @@
 """Dynamic K on the host: which K is chosen, and which outcomes a policy observes.
 
-The device is simulated, with given times. Slow tests time rounds on a real device.
+The device and its times are simulated. Slow tests time rounds on a real device.
 """
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -206,16 +206,31 @@ SLEEP = 0.2  # far above what a busy machine takes for a tiny round
 
 
 @dataclass
+class Clock:
+    """Time that passes when something sleeps, and hardly otherwise."""
+
+    seconds: float = 1.0
+
+    def __call__(self):
+        self.seconds += 1e-5
+        return self.seconds
+
+    def sleep_until(self, end):
+        self.seconds = max(self.seconds, end)
+
+
+@dataclass
 class LateArray(HostArray):
     """Outputs that are ready at a given time."""
 
+    clock: Clock = field(default_factory=Clock)
     done: float = 0.0  # seconds
 
     def is_ready(self):
-        return time.perf_counter() >= self.done
+        return self.clock() >= self.done
 
     def __array__(self, *arguments, **options):
-        time.sleep(max(0.0, self.done - time.perf_counter()))
+        self.clock.sleep_until(self.done)
         return super().__array__(*arguments, **options)
 
 
@@ -224,6 +239,10 @@ class TimedPrograms(SimulatedPrograms):
 
     free_at = 0.0
     runs_at_once = False  # long programs run while they are launched, as at times on a CPU
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.clock = Clock()
 
     @property
     def compilations(self):
@@ -235,11 +254,10 @@ class TimedPrograms(SimulatedPrograms):
         if not isinstance(program, Begin | Decode):
             return result
         seconds = SLEEP if isinstance(program, Decode) and program.k else 0.01
-        wait = max(0.0, self.free_at - time.perf_counter())
-        self.free_at = time.perf_counter() + wait + seconds
+        self.free_at = max(self.free_at, self.clock()) + seconds
         if self.runs_at_once and seconds == SLEEP:
-            time.sleep(wait + seconds)
-        return LateArray(result.array, done=self.free_at)
+            self.clock.sleep_until(self.free_at)
+        return LateArray(result.array, clock=self.clock, done=self.free_at)
 
 
 @dataclass(frozen=True)
@@ -261,7 +279,8 @@ REAL = pytest.param("real", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["simulated", REAL])
-def slow_engine(request, llm):
+def slow_device(request, llm):
+    """An engine on a slow device."""
     config = replace(llm.engine.config, max_num_seqs=2, decode_batches=(2,))
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
@@ -274,6 +293,13 @@ def slow_engine(request, llm):
     return engine
 
 
+@pytest.fixture
+def slow_engine(slow_device, monkeypatch):
+    if isinstance(slow_device.programs, TimedPrograms):
+        monkeypatch.setattr(time, "perf_counter", slow_device.programs.clock)
+    return slow_device
+
+
 def serve(engine, requests):
     samples = [sample for request in requests for sample in engine.add(request)]
     while engine.has_work:
@@ -281,13 +307,13 @@ def serve(engine, requests):
     return [sample.output for sample in samples]
 
 
-@pytest.mark.parametrize("slow_engine", ["simulated", "simulated_at_once", REAL], indirect=True)
+@pytest.mark.parametrize("slow_device", ["simulated", "simulated_at_once", REAL], indirect=True)
 def test_a_time_belongs_to_its_own_round(slow_engine):
     """K changes in every step, and results are read while the next round runs."""
     ks = iter([0, 2] * 100)
     watched = Recording((0, 2), lambda load: next(ks))
     slow_engine.set_policy(watched)
-    serve(slow_engine, requests_of(40))
+    serve(slow_engine, requests_of(18))
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
     # A round seems shorter by what the result before it was read late.
@@ -298,7 +324,7 @@ def test_chunks_are_no_part_of_a_round(slow_engine):
     """Prompts take the same time for every K, so the time of a round must not include them."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
-    first, second = requests_of(30, 2)
+    first, second = requests_of(14, 2)
     slow_engine.add(first)
     for _ in range(8):
         slow_engine.step()
@@ -312,7 +338,7 @@ def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
     watched, timed = Recording((2,), lambda load: 2), []
     watched.shape_ready = lambda batch, k, time: timed.append(time())
     slow_engine.set_policy(watched)
-    (request,) = requests_of(12, 1)
+    (request,) = requests_of(9, 1)
     slow_engine.add(request)
     for _ in range(4):
         slow_engine.step()

@@ -58,7 +58,7 @@ F32, BF16 = "float32", "bfloat16"
 
 @dataclass(frozen=True)
 class Smoke:
-    """A problem, and a function that computes its results in float64, in the kernel's order."""
+    """Inputs of a kernel (`Problem`), and a float64 function that returns the kernel's outputs."""
 
     name: str
     dtype: str

@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.checkpoint.stored_tensor import read_partly
 
 
@@ -243,10 +242,10 @@ class DividedSpec(TensorSpec):
         pairs = zip(tensors, self.tensor_cuts, strict=True)
         return [x if cut is None else cut.take(x, device, xp) for x, cut in pairs]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
-        devices = range(self.num_devices)
-        return jnp.stack([self.local.join(self.parts(parts, i, jnp), dtype) for i in devices])
+        xp, devices = module_of(parts[0]), range(self.num_devices)
+        return xp.stack([self.local.join(self.parts(parts, i, xp), dtype) for i in devices])
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """See `TensorSpec.split`. `array` must be a NumPy array."""

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.quantised.packed import E2M1
-from specjax.checkpoint.spec import TensorSpec, cut_rows
+from specjax.checkpoint.spec import TensorSpec, cut_rows, module_of
 
 BLOCK = 32  # numbers that share a scale
 
@@ -37,13 +35,14 @@ class MXFP4Spec(TensorSpec):
         """Always True; see `TensorSpec.is_packed`."""
         return True
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the engine array in `dtype`, unpacked from `parts`: the blocks and the scales."""
         blocks, scales = parts
-        halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = jnp.array(E2M1, jnp.float32)[halves]
+        xp = module_of(blocks)
+        halves = xp.stack([blocks & 15, blocks >> 4], axis=-1)
+        values = xp.array(E2M1, np.float32)[halves]
         values = values.reshape(*scales.shape, BLOCK)
-        numbers = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
+        numbers = xp.ldexp(values, scales.astype(np.int32)[..., None] - 127)
         return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)
 
 

@@ -312,7 +312,7 @@ class Repertoire:
     def _ask(self, variant: Variant) -> None:
         """Compile the programs of a variant (a set of extra work) in the background.
 
-        The programs without which the variant cannot run come first.
+        First come the few programs that suffice to run it, then those that make it fast.
         """
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)

@@ -56,9 +56,13 @@ def test_every_number_is_what_transformers_makes_of_it(num_in):
     assert numbers.shape == kept.values.shape and exponents.shape == kept.scales.shape
     assert numbers.dtype == exponents.dtype == np.dtype(kept.values.dtype) == np.uint8
     found = jax.jit(spec.join, static_argnames="dtype")([blocks, scales], dtype=bf16)
+    here = spec.join([blocks, scales], bf16)
+    pairs = ((kept.values, blocks, numbers), (kept.scales, scales, exponents))
+    for one, given, on_device in pairs:
+        np.testing.assert_array_equal(one.join([given], bf16), on_device)
     expected = unpacked(blocks, scales, torch.bfloat16).float().numpy()
     plain = replace(kept, values=numbers, scales=exponents).plain(bf16).values
-    for one in found, plain:
+    for one in found, here, plain:
         assert one.shape == spec.shape == (3, num_in, 40)
         np.testing.assert_array_equal(np.asarray(one, np.float32), expected)
 

@@ -29,7 +29,10 @@ def numbered(spec):
 
 
 def check(pairs):
-    """For pairs (spec, expected array): `join` gives the array, and `split` inverts `join`."""
+    """For pairs (spec, expected array): `join` gives the array, and `split` inverts `join`.
+
+    `join` gives the same array on the host.
+    """
     specs, expected = zip(*pairs, strict=True)
     join = jax.jit(lambda parts: [s.join(p, FLOAT32) for s, p in zip(specs, parts, strict=True)])
     joined = join([numbered(spec) for spec in specs])
@@ -37,6 +40,9 @@ def check(pairs):
         assert array.shape == spec.shape == wanted.shape
         np.testing.assert_array_equal(array, wanted, str(spec))
         parts, back = numbered(spec), spec.split(wanted)
+        on_host = spec.join(parts, FLOAT32)
+        assert isinstance(on_host, np.ndarray)
+        np.testing.assert_array_equal(on_host, wanted, str(spec))
         if spec.is_stored:
             np.testing.assert_array_equal(parts[0], wanted)
         assert tuple(back) == spec.names

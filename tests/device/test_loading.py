@@ -55,7 +55,12 @@ def loaded(folder, tensors, **options):
 
 @pytest.mark.parametrize("file_dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_arrays_are_merged_transposed_and_cast(tmp_path, file_dtype, dtype):
+@pytest.mark.parametrize("joins_here", [True, False])
+def test_arrays_are_merged_transposed_and_cast(
+    tmp_path, monkeypatch, file_dtype, dtype, joins_here
+):
+    if not joins_here:
+        monkeypatch.setattr(loading, "MAX_JOINED_HERE", -1)
     tensors = file_tensors(file_dtype)
     params = load_params(saved(tmp_path, tensors), SPECS, np.dtype(dtype))
     assert jax.tree.structure(params) == jax.tree.structure(SPECS)
@@ -136,12 +141,13 @@ def test_tensors_that_are_not_finite_are_named(tmp_path, bad):
     assert f"{tmp_path} has NaN or infinity in 0.k.weight, 1.norm; download" in str(error.value)
 
 
-def test_values_that_the_dtype_does_not_hold(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_that_the_dtype_does_not_hold(tmp_path, dtype):
     tensors = file_tensors(np.float64)
     tensors["embed.weight"][0, 0] = 1e39
     files = saved(tmp_path, tensors)
     with np.errstate(over="ignore"), pytest.raises(CheckpointError, match="embed.*too large"):
-        load_params(files, SPECS, np.dtype(ml_dtypes.bfloat16))
+        load_params(files, SPECS, np.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "float8_e4m3fn"])
@@ -155,8 +161,11 @@ def test_what_is_quantised_is_no_weight(tmp_path, dtype):
         load_params(open_checkpoint(tmp_path), SPECS, np.dtype(np.float32))
 
 
-def test_each_device_has_its_heads(tmp_path):
+@pytest.mark.parametrize("joins_here", [True, False])
+def test_each_device_has_its_heads(tmp_path, monkeypatch, joins_here):
     """Of three key heads on two devices, the second device has one, and a head of zeros."""
+    if not joins_here:
+        monkeypatch.setattr(loading, "MAX_JOINED_HERE", -1)
     heads, keys = grouped(6, 3, 2)
 
     def specs(num_heads, num_keys):

@@ -32,7 +32,7 @@ def padded(*trees):
 
 
 def run_choose(logits, sampling, positions):
-    """Run `choose` with the vocabulary padded to 30 tokens, whose logits are -inf."""
+    """Run `choose` with logits that are padded to 30 tokens with -inf."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
     return np.asarray(compiled_choose(*padded(logits, sampling, positions)))[:n]

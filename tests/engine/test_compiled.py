@@ -17,6 +17,7 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.extras import Extras
 from specjax.device.verification import SeedExact
+from specjax.engine import launcher
 from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Admit, Begin, Decode, Prefill
@@ -45,8 +46,10 @@ GRAMMAR = {"structured_outputs": {"regex": "a"}}
 
 
 def make_engine(*, make_programs=None, intermediate_size=16, **settings):
-    target = tiny_llama(intermediate_size)
-    weights = jax.tree.map(lambda spec: np.full(spec.shape, 0.1, np.float32), target.specs())
+    target, rng = tiny_llama(intermediate_size), np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32), target.specs()
+    )
     params, policy = Params(jax.device_put(weights), None), StaticPolicy(0)
     config = EngineConfig(**(SIZES | settings))
     return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
@@ -265,26 +268,30 @@ def test_a_program_is_compiled_once_and_a_late_one_is_counted(engine, compilatio
         programs.compile_ahead(keys, show_progress=False)
         return programs.compilations[:2]
 
-    def launch(batch):
+    def launch(round_):
         """Run a round with only padding rows."""
         page_tables = engine.scheduler.residents.page_tables
-        packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
-        return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
+        plan = DecodePlan((), round_.batch, 0, 0)
+        packed = pack(plan, page_tables, engine.layout, Extras(0))
+        return np.asarray(programs.run(round_, packed))
 
-    keys = Admit(2), Prefill(2, 32), Begin(2, 32, PLAIN), Decode(1, 0, PLAIN)
+    # Of the engine's, but for the late one.
+    one, late = Decode(1, 0, EVERY), Decode(2, 0, PLAIN)
+    keys = Admit(2), Prefill(2, 32), Begin(2, 32, EVERY), one
     assert compile_ahead(*keys, *keys) == (4, 0)
     with compilations.none_expected():
         assert compile_ahead(*keys) == (4, 0)
-    seconds = programs.compilations.seconds
-    outputs = launch(2)
+    seconds, num_compiled = programs.compilations.seconds, len(compilations.names)
+    outputs = launch(late)
     assert outputs.shape == (2, 5) and not outputs[:, :2].any()  # a round in which nobody was
     assert programs.compilations[:2] == (5, 1)
     assert programs.compilations.seconds > seconds
+    assert compilations.names[num_compiled:] == ["jit(decode)"]
     with compilations.none_expected():
-        launch(2)
-        launch(1)
+        launch(late)
+        launch(one)
     # Compiling it ahead afterwards does not make up for it.
-    assert compile_ahead(Decode(2, 0, PLAIN)) == (5, 1)
+    assert compile_ahead(late) == (5, 1)
 
 
 def test_what_is_compiled_behind_changes_no_token():
@@ -292,6 +299,7 @@ def test_what_is_compiled_behind_changes_no_token():
     expected = run_all(ahead := make_engine(**TWO_SHAPES), make_requests(ahead, {}))
     behind = make_engine(**TWO_SHAPES, compile_ahead=False)
     behind.repertoire.patience_ms = 0.0
+    behind.repertoire.note_apart = lambda *_: None  # test_joined.py has programs for both parts
     assert not any(isinstance(key, Decode) for key in behind.programs.ready)
     for _ in range(2):  # what a round loses is not counted while a new shape becomes ready
         assert run_all(behind, make_requests(behind, {})) == expected
@@ -327,3 +335,64 @@ def test_a_closed_engine_gives_its_memory_maps_back():
         pytest.skip("memory maps cannot be counted here")
     assert min(given_back) > 200, "eight programs have some dozens each"
     assert max(held) - held[0] < 50, held
+
+
+# --- packed arrays --------------------------------------------------------------------------------
+
+
+class EvenText(AnyText):
+    """Permits the tokens 0, 2, ..."""
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 1), 0x55555555, np.int32)
+
+
+def outputs_after_steps(engine):
+    """What requests have so far, after each step; some are under a grammar."""
+    for i, (length, max_tokens) in enumerate(SHAPES):
+        params = SamplingParams(temperature=0.8, **GRAMMAR if i % 2 else {})
+        prompt, follow = tuple(np.arange(length) % 31), EvenText if i % 2 else None
+        engine.add(Request(i, prompt, params, max_tokens, (i,), follow_grammar=follow))
+    outputs = {}
+    while engine.has_work:
+        for sequence in engine.step():
+            outputs[sequence.request.request_id] = list(sequence.output)
+        yield outputs
+
+
+def test_packed_arrays_are_done_with_when_their_results_are_there(monkeypatch):
+    """The host may use their memory again: no step looks at what an earlier one was told."""
+    engine = make_engine()
+    engine.prepare(make_requests(engine, GRAMMAR))
+    *_, expected = outputs_after_steps(engine)
+    assert [len(expected[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
+    assert all(token % 2 == 0 for i in (1, 3, 5) for token in expected[i])
+    steps, kinds = [], set()
+
+    def recording(name):
+        real = getattr(launcher, name)
+
+        def record(*arguments):
+            # Aligned as XLA likes it, so that the device uses the host's memory without a copy.
+            packed = real(*arguments)
+            memory = np.zeros(packed.nbytes + 64, np.uint8)
+            start = -memory.ctypes.data % 64
+            aligned = memory[start : start + packed.nbytes].view(np.int32).reshape(packed.shape)
+            aligned[:] = packed
+            if name == "pack":  # comes first in a step
+                steps.append([])
+            steps[-1].append(aligned)
+            kinds.add(name)
+            return aligned
+
+        monkeypatch.setattr(launcher, name, record)
+
+    for name in "pack", "pack_admissions", "pack_masks":
+        recording(name)
+    outputs = {}
+    for outputs in outputs_after_steps(engine):  # noqa: B007
+        for step in steps[:-2]:  # the last two are in flight: chunks and a round
+            for packed in step:
+                packed[:] = 1
+    assert len(steps) > 20 and len(kinds) == 3
+    assert outputs == expected

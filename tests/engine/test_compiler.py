@@ -223,8 +223,10 @@ SCRIPT = """
 import logging, sys, time, types
 import specjax.cli
 from specjax.engine.compiler import Compiler
+from specjax.host import leaving
 
 logging.basicConfig()
+leaving.PATIENCE = 0.1
 
 def compile(key, is_urgent):
     print("begun", flush=True)
@@ -253,7 +255,7 @@ run(None)
     ids=str,
 )
 def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(arguments, times):
-    seconds = 3 if times == 1 else 30
+    seconds = 1 if times == 1 else 30
     command = [sys.executable, "-c", SCRIPT.replace("SECONDS", str(seconds)), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:

@@ -318,7 +318,7 @@ def test_special_tokens_are_not_text_unless_a_grammar_names_them():
 
 
 def test_a_text_that_the_model_cannot_spell_allows_no_token():
-    """The model has no token after "b", which matters only once "a" was chosen."""
+    """The model has no token for "x" in "ax", which matters only after "a" was chosen."""
     texts = texts_of("tiny")
     size = texts.id("c")
     matcher = matcher_of("tiny", size, (EOS,), choice=["ax", "b"])

@@ -128,7 +128,7 @@ def test_snapshots_are_wanted_where_prompts_end_and_where_they_branch():
 
 
 def test_prompts_not_seen_for_long_are_forgotten(monkeypatch):
-    """Only 4 keys are remembered, and each prompt has 2, so the third prompt displaces one."""
+    """Only 4 keys are remembered, 2 per prompt. A third prompt displaces the least recent one."""
     monkeypatch.setattr(prefix_cache, "MAX_SEEN", 4)
     index = PromptIndex()
     first, second, third = (keys_of(range(start, start + 9)) for start in (0, 100, 200))

@@ -78,9 +78,9 @@ def test_a_request_waits_for_its_pages_and_is_not_overtaken():
 
 @pytest.mark.parametrize("size, num_admitted", [(8, 4), (7, 4), (6, 3), (4, 2), (3, 2), (2, 1)])
 def test_a_newcomer_leaves_a_page_for_each_that_runs(size, num_admitted):
-    """Otherwise, running requests would preempt it at once.
+    """Otherwise, it would soon be preempted. A prompt of 8 tokens has one page.
 
-    Each prompt of 8 tokens has one page.
+    One free page is left for each running request.
     """
     config = make_config(max_model_len=16, num_pages=size, shapes=((4, 8),))
     scheduler = make_scheduler(config)

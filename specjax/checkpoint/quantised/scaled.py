@@ -21,7 +21,7 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.format import group_size, read_positive
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.checkpoint.stored_tensor import Readable
 
 FLOAT8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -113,11 +113,11 @@ class ScalesSpec(TensorSpec):
         """See `TensorSpec.read`."""
         return [find(name).read_scales() for name in self.names]
 
-    def join(self, parts: Any, dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Any, dtype: np.dtype) -> Any:
         """Return the scales of the merged matrix, given the scales of each tensor."""
         sizes = [shape[0] for shape in self.file_shapes]
         of_rows = [
-            jnp.repeat(part, rows, axis=0)[:size]
+            module_of(part).repeat(part, rows, axis=0)[:size]
             for part, size, (rows, _) in zip(parts, sizes, self.blocks, strict=True)
         ]
         shapes = tuple(part.shape for part in of_rows)

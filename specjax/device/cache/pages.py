@@ -1,4 +1,4 @@
-"""The arrays of a cache whose only state is pages."""
+"""The arrays of a cache that has only pages, and no recurrent states."""
 
 from typing import Any, NamedTuple
 

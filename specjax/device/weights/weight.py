@@ -41,7 +41,7 @@ class Weight:
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Return whether `on(platform)` would change the form of this weight in `dtype`.
+        """Return whether `on(platform)` would change this weight, once its numbers have `dtype`.
 
         `platform` is "cpu" or "gpu".
         """
@@ -116,7 +116,7 @@ class _Values(GetAttrKey):
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass as a pytree of its fields in `ARRAYS`. Its other fields are static."""
+    """Register a dataclass as a pytree. The fields named in `ARRAYS` are leaves, others static."""
     names = [field.name for field in fields(cls)]
     arrays = [name for name in names if name in ARRAYS]
     static = [name for name in names if name not in arrays]

@@ -62,7 +62,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round (only some requests draft) that would be faster once compiled; or None."""
+        """A split round, faster than the chosen round but not compiled yet; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:

@@ -290,9 +290,10 @@ class _Row:
         return self.corrected([min(max(ms * factor, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K, a geometric mean of the times in serving and of `prior`.
+        """Return the time in ms of a round of each K (draft tokens): `prior`, corrected.
 
-        The weight of the times in serving grows with their number.
+        The result is a geometric mean of `prior` and of the times measured in serving. The more
+        times of a K were measured, the larger their weight.
         """
         columns = zip(prior, self._ms, self._weights, strict=True)
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]

@@ -76,8 +76,8 @@ LIMITS = SuffixLimits(), SuffixLimits(6, 0.5, 0.4), SuffixLimits(40, 3.0, 0.0)
 @pytest.mark.parametrize("limits", LIMITS)
 def test_continuations_are_those_of_a_search(limits):
     rng, num_found = random.Random(0), 0
-    groups = [random_texts(rng, 5, alphabet, 60) for alphabet in (2, 3, 8)] + [real_texts()]
-    for texts in groups * 3:
+    groups = [random_texts(rng, 5, alphabet, 60) for alphabet in (2, 3, 8)] * 3
+    for texts in [*groups, real_texts()]:
         index, text = TextIndex(), []
         for one in texts[:-1]:
             index.add(one)

@@ -189,6 +189,16 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def is_daily(grid, shift):
+    """Return whether long runs of a grid and shift are daily: a third of all pairs."""
+    return ([*GRIDS].index(grid) + [*SHIFTS, None].index(shift)) % 3 == 0
+
+
+def long(grid, shift, *values):
+    mark = pytest.mark.slow if is_daily(grid, shift) else pytest.mark.nightly
+    return pytest.param(grid, shift, *values, marks=mark)
+
+
 @pytest.mark.parametrize("grid", ["seed", *(slow(grid) for grid in GRIDS if grid != "seed")])
 def test_the_oracle_regrets_nothing(grid):
     """No policy is much faster than the oracle, although it is only optimal round by round."""
@@ -200,9 +210,10 @@ def test_the_oracle_regrets_nothing(grid):
         assert fmean(makespan_ratios(others, oracle)) > 0.96  # few seeds: 2 % of noise
 
 
-@pytest.mark.parametrize("is_small", [True, slow(False)])
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid, shift, is_small", [
+    *((grid, shift, True) for grid, shift in product(GRIDS, SHIFTS)),
+    *(long(grid, shift, False) for grid, shift in product(GRIDS, SHIFTS)),
+])  # fmt: skip
 def test_adaptive_regrets_little(grid, shift, is_small):
     limit = 0.015 if grid == "seed" else 0.02
     found = regret(runs(grid, shift, "adaptive", is_small))
@@ -210,15 +221,11 @@ def test_adaptive_regrets_little(grid, shift, is_small):
 
 
 def rivals():
-    """Yield all combinations of grid, shift and other policy.
-
-    A third of them run every day. They include every pair of two of the three values.
-    """
-    for (i, grid), (j, shift) in product(enumerate(GRIDS), enumerate([*SHIFTS, None])):
-        for k, name in enumerate(("table", "table of the seed", "thresholds")):
-            is_daily = (i + j + k) % 3 == 0
-            marks = pytest.mark.slow if is_daily else pytest.mark.nightly
-            yield pytest.param(grid, shift, name, marks=marks)
+    """Yield all combinations of grid, shift and other policy; the seed's grid has one table."""
+    for grid, shift in product(GRIDS, [*SHIFTS, None]):
+        others = ("table of the seed",) if grid != "seed" else ()
+        for name in ("table", *others, "thresholds"):
+            yield long(grid, shift, name)
 
 
 @pytest.mark.parametrize("grid, shift, name", [*rivals()])
@@ -226,8 +233,10 @@ def test_adaptive_regrets_less_than(grid, shift, name):
     assert regret(runs(grid, shift, "adaptive", False)) < regret(runs(grid, shift, name, False))
 
 
-@pytest.mark.parametrize("grid, is_small", [("seed", True), *(slow(g, False) for g in GRIDS)])
-def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted(grid, is_small):
-    pair = [runs(grid, None, name, is_small) for name in ("adaptive", "K = 0")]
+@pytest.mark.parametrize("grid, shift, is_small", [
+    ("seed", None, True), *(long(grid, None, False) for grid in GRIDS),
+])  # fmt: skip
+def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted(grid, shift, is_small):
+    pair = [runs(grid, shift, name, is_small) for name in ("adaptive", "K = 0")]
     ratios = makespan_ratios(*pair)
     assert fmean(ratios) <= (1.015 if is_small else 1.01) and max(ratios) <= 1.02
