@@ -207,7 +207,7 @@ SLEEP = 0.2  # far above what a busy machine takes for a tiny round
 
 @dataclass
 class Clock:
-    """Time that passes when something sleeps, and hardly otherwise."""
+    """A clock that advances when something sleeps, and hardly at other times."""
 
     seconds: float = 1.0
 

@@ -29,9 +29,9 @@ def numbered(spec):
 
 
 def check(pairs):
-    """For pairs (spec, expected array): `join` gives the array, and `split` inverts `join`.
+    """For pairs (spec, expected array): `join` gives the array, on the device and on the host.
 
-    `join` gives the same array on the host.
+    `split` inverts `join`.
     """
     specs, expected = zip(*pairs, strict=True)
     join = jax.jit(lambda parts: [s.join(p, FLOAT32) for s, p in zip(specs, parts, strict=True)])

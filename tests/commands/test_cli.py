@@ -35,7 +35,7 @@ def fail(capsys, *argv):
 
 
 def test_help_is_instant_and_without_jax():
-    """Of each command, one after another in one process."""
+    """One process prints the help of all commands."""
     code = """
 import sys, time, specjax.cli
 for command in sys.argv[1:]:

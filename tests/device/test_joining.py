@@ -1,4 +1,4 @@
-"""The host joins small tensors into the arrays that a device makes of large ones, bit for bit."""
+"""Small tensors are joined on the host, large ones on a device, with equal bits."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ def assert_same_bits(one, other):
 
 
 def arrays_of(folder):
-    """Of each kind of array in a checkpoint: its spec, and its tensors in the files."""
+    """Return the spec and the file tensors of each kind of array in a checkpoint."""
     hf = read_config(folder)
     files, found = open_weights(folder, hf, BF16), {}
     for spec in jax.tree.leaves(stored_specs(folder, describe_checkpoint(folder, hf))):

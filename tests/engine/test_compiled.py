@@ -341,14 +341,14 @@ def test_a_closed_engine_gives_its_memory_maps_back():
 
 
 class EvenText(AnyText):
-    """Permits the tokens 0, 2, ..."""
+    """A matcher that permits the tokens 0, 2, 4, ..."""
 
     def masks(self, drafts):
         return np.full((len(drafts) + 1, 1), 0x55555555, np.int32)
 
 
 def outputs_after_steps(engine):
-    """What requests have so far, after each step; some are under a grammar."""
+    """After each step, yield the outputs so far. Some requests have a grammar."""
     for i, (length, max_tokens) in enumerate(SHAPES):
         params = SamplingParams(temperature=0.8, **GRAMMAR if i % 2 else {})
         prompt, follow = tuple(np.arange(length) % 31), EvenText if i % 2 else None
@@ -361,7 +361,7 @@ def outputs_after_steps(engine):
 
 
 def test_packed_arrays_are_done_with_when_their_results_are_there(monkeypatch):
-    """The host may use their memory again: no step looks at what an earlier one was told."""
+    """The host may reuse their memory then: no later step reads them."""
     engine = make_engine()
     engine.prepare(make_requests(engine, GRAMMAR))
     *_, expected = outputs_after_steps(engine)

@@ -50,9 +50,9 @@ def test_samples_go_on_from_the_snapshot_of_the_first(caching):
 
 @pytest.mark.parametrize("length, snapshot", [(65, 0), (72, 0), (80, None)])
 def test_exact_chunks_stay_on_their_grid(length, snapshot):
-    """A snapshot is taken after 64 tokens, where a chunk ends in any case, but not after 72.
+    """A snapshot after 64 tokens is at the end of a chunk. One after 72 tokens would not be.
 
-    Chunks of a request that resumes from it have the same borders.
+    A request that resumes from the snapshot has chunks with the same borders.
     """
     scheduler = roomy_scheduler(num_snapshots=2, exact=True)
     add(scheduler, 0, range(100, 100 + length))

@@ -182,7 +182,7 @@ def everything(rows, stood, drafts):
 
 
 def by_last_verdict(rows, stood, drafts):
-    """Limit the drafts of half of the requests after rounds without accepted drafts."""
+    """Half of the requests may draft fewer tokens if their last round accepted few."""
     return np.where(rows % 2, np.minimum(1 + 2 * stood, K), K)
 
 

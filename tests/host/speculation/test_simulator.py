@@ -221,7 +221,10 @@ def test_adaptive_regrets_little(grid, shift, is_small):
 
 
 def rivals():
-    """Yield all combinations of grid, shift and other policy; the seed's grid has one table."""
+    """Yield all combinations of grid, shift and other policy.
+
+    For the grid "seed", the policies "table" and "table of the seed" are the same.
+    """
     for grid, shift in product(GRIDS, [*SHIFTS, None]):
         others = ("table of the seed",) if grid != "seed" else ()
         for name in ("table", *others, "thresholds"):
