@@ -100,6 +100,13 @@ def small_process(process) -> Iterator[None]:
     process.keep_small()
 
 
+@pytest.fixture(autouse=True)
+def bounded_test(process) -> Iterator[None]:
+    """A long module forgets programs, too, if it has by far more than others."""
+    yield
+    process.keep_in_bounds()
+
+
 @pytest.fixture
 def small_test(process) -> Iterator[None]:
     """As `small_process`, after each of a module's tests: they have engines of their own."""
