@@ -1,4 +1,4 @@
-"""Whatever a trainer's doors are called with, and in whatever order, the engine lives on."""
+"""The engine survives any sequence of calls of the trainer's endpoints."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ QUERIES = {  # likely ones
 
 @st.composite
 def calls(draw, data: dict[str, bytes]):
-    """The method, path, body and headers of a call."""
+    """Draw the method, path, body and headers of a call."""
     kind = draw(st.integers(0, 9))
     if kind < 2:
         return "POST", COMPLETIONS, ASKED | {"stream": bool(kind)}, JSON
