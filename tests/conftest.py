@@ -103,6 +103,13 @@ def small_process(process) -> Iterator[None]:
     process.keep_small()
 
 
+@pytest.fixture(autouse=True)
+def bounded_test(process) -> Iterator[None]:
+    """A long module forgets programs, too, if it has by far more than others."""
+    yield
+    process.keep_in_bounds()
+
+
 @pytest.fixture
 def small_test(process) -> Iterator[None]:
     """Like `small_process`, but after each test: for modules whose tests have separate engines."""

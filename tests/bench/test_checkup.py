@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.engines import ANY_SHAPES, make_llm
 from support.params import random_params
 
-from specjax.bench.checkup import Text, check
+from specjax.bench.checkup import LENGTHS, Text, check
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
 from specjax.commands.check import CHAT, answer, check_served, read_forms, read_vocabularies
@@ -73,12 +74,12 @@ class Demo(NamedTuple):
 
 @pytest.fixture(scope="module")
 def demo():
-    speculation = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tokens": K}
-    sizes = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
-    with LLM(TARGET, speculative_config=speculation, verbose=False, **sizes) as llm:
+    """Texts that fit in `LENGTHS` with the drafts after them: more would take twice the time."""
+    with make_llm(TARGET) as llm:
         make = read_forms(llm.get_tokenizer())[CHAT]
-        prompts = sorted((make(question) for question in read_questions()), key=len)[:8]
-        yield Demo(llm, answer(llm, prompts))
+        prompts = sorted((make(question) for question in read_questions()), key=len)[:4]
+        longest = LENGTHS - K - 1
+        yield Demo(llm, [one._replace(tokens=one.tokens[:longest]) for one in answer(llm, prompts)])
 
 
 @pytest.mark.slow
@@ -141,12 +142,14 @@ def test_an_mtp_module_is_checked():
 
 
 @pytest.mark.nightly
-def test_a_mode_unlike_that_of_training_is_named(demo, monkeypatch):
+def test_a_mode_unlike_that_of_training_is_named(monkeypatch):
     other = "{% else %}<s>User: {{ messages[0]['content'] }}\nAssistant: {% endif %}"
     template = "{% if enable_thinking is defined and not enable_thinking %}" + CHAT_TEMPLATE + other
-    monkeypatch.setattr(demo.llm, "tokenizer", replace(demo.llm.tokenizer, template=template))
     rows = [(CHAT, question) for question in read_questions()[:8]]
-    report = check_served(demo.llm, rows, K, {})
+    sizes = {"max_num_seqs": 8, "max_model_len": 256}
+    with make_llm(TARGET, "eagle3", DRAFTERS[TARGET]["eagle3"], **sizes, **ANY_SHAPES) as llm:
+        monkeypatch.setattr(llm, "tokenizer", replace(llm.tokenizer, template=template))
+        report = check_served(llm, rows, K, {})
     (fault,) = report["faults"]
     assert fault.startswith(
         "prompts unlike the training prompts: chat template is used, chat templ"

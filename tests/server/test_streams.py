@@ -180,8 +180,10 @@ def test_a_slow_reader_holds_nobody_up_and_gets_everything(server):
 def test_a_client_that_reads_nothing_loses_its_request(simulated, caplog):
     prompt = "a" * 50
     with served(simulated, limits=Limits(max_stall_seconds=0.2)) as server:
-        # Logprobs fill the buffers of both sides.
-        body = LONG | {"prompt": [prompt] * 64, "n": 4, "logprobs": 20}
+        until(lambda: server.server.started)
+        for listening in server.server.servers[0].sockets:  # its connections have small buffers
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2048)
+        body = LONG | {"prompt": [prompt] * 4, "n": 4, "logprobs": 20}
         with opened(server, body, buffer=2048):
             until(lambda: "does not read" in caplog.text)
             until(lambda: not simulated.engine.has_work)

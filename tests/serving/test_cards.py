@@ -3,9 +3,10 @@
 import warnings
 
 import pytest
+from support.engines import generate_tokens, make_llm
 from support.refusals import refusal
 
-from specjax import LLM
+from specjax import SamplingParams
 from specjax.serving import defaults
 from specjax.serving.defaults import DEFAULTS, choose_dtype, choose_kernels
 
@@ -45,10 +46,9 @@ def test_an_engine_on_such_a_driver_runs(checkpoints, monkeypatch):
     monkeypatch.setattr("pallas_kernels.dispatch.compute_capability", lambda: (9, 0))
     folder = checkpoints.target("llama").folder
     with pytest.warns(UserWarning, match="kernels="):
-        llm = LLM(str(folder), max_num_seqs=1, max_model_len=32, verbose=False)
+        llm = make_llm(folder)
     with llm:
-        (out,) = llm.generate([[5, 9, 2]], use_tqdm=False)
-    assert out.outputs[0].token_ids
+        assert generate_tokens(llm, [[5, 9, 2]], SamplingParams(max_tokens=4))[0]
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference", "interpret"])

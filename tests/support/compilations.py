@@ -44,6 +44,7 @@ TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_A
 QUICK = replace(TOOLCHAIN, options={})  # for programs that `compile_quickly` is for
 MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 MAX_BYTES, ROOM = 5 << 28, 1 << 28  # of resident memory; ROOM is for other libraries
+MORE = 1 << 28  # bytes above the limit that a module may have until it ends
 M_ARENA_MAX, MAX_ARENAS = -8, 2  # glibc's number of the option, and its value here
 
 
@@ -113,20 +114,35 @@ class Process:
 
         If it is still large, free all compiled programs, too.
         """
-        if self._is_small():
+        if self._has_few_maps() and self._is_small():
             return
         _trim()
-        if self._is_small():
+        if self._has_few_maps() and self._is_small():
             return
+        self._forget()
+        assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
+        self.max_bytes = max(MAX_BYTES, count_bytes() + ROOM)
+
+    def keep_in_bounds(self) -> None:
+        """As `keep_small`, for a process whose engines run on: they keep their own programs."""
+        if self._is_small(MORE):
+            return
+        _trim()
+        if not self._is_small(MORE):
+            self._forget()
+            self.max_bytes = max(self.max_bytes, count_bytes() + ROOM - MORE)
+
+    def _is_small(self, more: int = 0) -> bool:
+        return count_bytes() < self.max_bytes + more
+
+    def _has_few_maps(self) -> bool:
+        return count_maps() < MAX_MAPS
+
+    def _forget(self) -> None:
         KEPT.clear()
         jax.clear_caches()
         gc.collect()
         _trim()
-        assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
-        self.max_bytes = max(MAX_BYTES, count_bytes() + ROOM)
-
-    def _is_small(self) -> bool:
-        return count_maps() < MAX_MAPS and count_bytes() < self.max_bytes
 
 
 def _trim() -> None:
