@@ -1,7 +1,6 @@
-"""Which K is chosen, and what a policy is taught: the host's part of dynamic K.
+"""Dynamic K on the host: which K is chosen, and which outcomes a policy observes.
 
-The device is simulated, and so is the time that it takes; rounds of real ones are timed in the slow
-suite.
+The device and its times are simulated. Slow tests time rounds on a real device.
 """
 
 import time
@@ -57,7 +56,7 @@ def head(checkpoints):
 
 
 def make_llm(folder, head, **speculation):
-    """Rounds of one, two and four requests cost what a profile says of each; it may say K, too."""
+    """Return an LLM with the batch sizes of the profile. The profile may also set K."""
     speculation = {"num_speculative_tokens": None} | speculation
     batches = (1, 2, 4)
     return make_any_llm(folder, "eagle3", head, speculation=speculation, decode_batches=batches)
@@ -74,8 +73,7 @@ def llm(simulated_device, folder, head):
 
 @pytest.mark.parametrize("kind", ["profile", "table"])
 def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
-    """A profile's K says the most, too: 3 for one request, and none for three and four, padded
-    alike."""
+    """With the profile, 1 request has K = 3, and 3 or 4 requests have K = 0."""
     prompts = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i, ignore_eos=True)
@@ -106,7 +104,7 @@ def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
 
 
 def test_a_profile_is_of_a_model_and_a_device(tmp_path, checkpoints, folder, head, llm):
-    """Without force, those of another model are refused, and there is a warning of devices."""
+    """Without `dynamic_config_force`, another model is refused, and another device is warned of."""
     own = fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
     path = write_profile(tmp_path, measured={"model": own})
     make_llm(folder, head, dynamic_config_path=path).close()
@@ -143,7 +141,7 @@ def test_what_replicas_learned_is_averaged_by_their_rounds(tmp_path, folder, hea
 
 
 def test_what_was_learned_is_where_a_later_engine_begins(tmp_path, folder, head, llm):
-    """Times and rates, without replays; then it goes on learning."""
+    """The later engine starts with the saved times and rates, without replays, and learns on."""
     path = tmp_path / "learned.json"
     learned = GoodputPolicy(range(K + 1), None, Acceptance(K))
     llm.engine.set_policy(learned)
@@ -182,7 +180,7 @@ def test_a_profile_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_rates_are_of_drafts_that_could_have_stood():
-    """A third draft is not missed in a round of one; requests without drafts have no rates."""
+    """Drafts that a round does not have, and requests without drafts, do not count."""
     recorder, requests = Recorder(), requests_of(9, 2)
     short, long = (Sequence.of(request, 0, 0) for request in requests)
     long.token_ids *= 1500
@@ -223,7 +221,7 @@ class Clock:
 
 @dataclass
 class LateArray(HostArray):
-    """Outputs that are there at a time."""
+    """Outputs that are ready at a given time."""
 
     clock: Clock = field(default_factory=Clock)
     done: float = 0.0  # seconds
@@ -237,7 +235,7 @@ class LateArray(HostArray):
 
 
 class TimedPrograms(SimulatedPrograms):
-    """A device that runs one program after another; rounds with drafts take long."""
+    """A simulated device that runs one program at a time, with slow rounds if they have drafts."""
 
     free_at = 0.0
     runs_at_once = False  # long programs run while they are launched, as at times on a CPU
@@ -264,7 +262,7 @@ class TimedPrograms(SimulatedPrograms):
 
 @dataclass(frozen=True)
 class SlowDrafter(Stateless):
-    """Takes its time on the device to draft nonsense."""
+    """A drafter that sleeps on the device, and drafts the token 0."""
 
     def draft(self, target, params, state, context, k):
         def nap(tokens):
@@ -311,7 +309,7 @@ def serve(engine, requests):
 
 @pytest.mark.parametrize("slow_device", ["simulated", "simulated_at_once", REAL], indirect=True)
 def test_a_time_belongs_to_its_own_round(slow_engine):
-    """With a step in flight, results come while the next one runs; K changes every step."""
+    """K changes in every step, and results are read while the next round runs."""
     ks = iter([0, 2] * 100)
     watched = Recording((0, 2), lambda load: next(ks))
     slow_engine.set_policy(watched)
@@ -323,7 +321,7 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
 
 
 def test_chunks_are_no_part_of_a_round(slow_engine):
-    """Prompts take their time for every K, so that the time of a round must not include it."""
+    """Prompts take the same time for every K, so the time of a round must not include them."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
     first, second = requests_of(14, 2)
@@ -336,7 +334,7 @@ def test_chunks_are_no_part_of_a_round(slow_engine):
 
 
 def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
-    """Neither of the one that was in flight, nor of the one that is launched afterwards."""
+    """The timing affects neither the round in flight nor the round that is launched next."""
     watched, timed = Recording((2,), lambda load: 2), []
     watched.shape_ready = lambda batch, k, time: timed.append(time())
     slow_engine.set_policy(watched)
@@ -353,8 +351,7 @@ def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
-    """A logits processor that was not asked for before has its programs compiled behind the rounds
-    of the first."""
+    """A request with a new logits processor makes programs compile while rounds run."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
     serve(slow_engine, requests_of(12))

@@ -1,4 +1,4 @@
-"""Executables: compiled once per shape and variant, ahead of time, or counted."""
+"""Programs are compiled once per shape and variant, ahead of time or counted as late."""
 
 from dataclasses import replace
 from functools import partial
@@ -62,13 +62,13 @@ def engine():
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
 def make_any_engine(request):
-    """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
+    """Return a function that makes engines on the real device, or on the simulated device."""
     make = None if request.param == "real" else SimulatedPrograms
     return partial(make_engine, make_programs=make)
 
 
 def make_requests(engine, *kinds):
-    """Requests of all sizes; the parameters of `kinds` go round."""
+    """Return requests of various sizes, which have the parameters `kinds` in turn."""
     requests = []
     for i, (length, max_tokens) in enumerate(SHAPES):
         params = SamplingParams(**{"temperature": 0} | kinds[i % len(kinds)])
@@ -81,12 +81,12 @@ def make_requests(engine, *kinds):
 
 
 def needed_by(engine, requests):
-    """What a step of these requests must do."""
+    """Return the variant that a step of these requests needs."""
     return engine.repertoire.asked_by(request.demands for request in requests)
 
 
 def run_all(engine, requests):
-    """The outputs of the requests' first samples."""
+    """Run the requests, and return the output of each request's first sample."""
     for request in requests:
         engine.add(request)
     outputs = {}
@@ -96,7 +96,7 @@ def run_all(engine, requests):
 
 
 def count_new(engine, requests):
-    """Executables that `prepare` adds for the requests, none of which then compiles anything."""
+    """Return how many programs `prepare` compiles for the requests."""
     before = engine.metrics().num_compilations
     engine.prepare(requests)
     return engine.metrics().num_compilations - before
@@ -122,7 +122,7 @@ def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
 
 
 def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
-    """And every one of them is compiled."""
+    """All default shapes are compiled."""
     engine = make_any_engine(decode_batches=None, prefill_shapes=None)
     assert engine.config.decode_batches == (1, 2)
     assert engine.config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
@@ -167,7 +167,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(
 
 
 def test_mixed_requests_run_in_any_company(compilations):
-    """A step is of any of the requests: with a grammar, without, with some of the rest."""
+    """After `prepare`, no combination of these requests in a step compiles anything."""
     engine = make_engine()
     kinds = [
         {"logprobs": 2, "prompt_logprobs": 5},
@@ -188,7 +188,7 @@ def test_mixed_requests_run_in_any_company(compilations):
 
 
 def test_a_new_policy_is_compiled_in_every_variant(make_any_engine):
-    """Requests that came before it may still ask for what they asked for."""
+    """Later requests may have the same options as requests before the change of the policy."""
     engine = make_any_engine()
     requests = make_requests(engine, {"logprobs": 2})
     engine.prepare(requests)
@@ -264,12 +264,12 @@ def test_a_program_is_compiled_once_and_a_late_one_is_counted(engine, compilatio
     programs = Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
 
     def compile_ahead(*keys):
-        """How many there are then, and how many of them are late."""
+        """Compile programs; return the number of compiled programs, and the number of late ones."""
         programs.compile_ahead(keys, show_progress=False)
         return programs.compilations[:2]
 
     def launch(round_):
-        """Run a round in which every row is padding."""
+        """Run a round with only padding rows."""
         page_tables = engine.scheduler.residents.page_tables
         plan = DecodePlan((), round_.batch, 0, 0)
         packed = pack(plan, page_tables, engine.layout, Extras(0))
@@ -295,7 +295,7 @@ def test_a_program_is_compiled_once_and_a_late_one_is_counted(engine, compilatio
 
 
 def test_what_is_compiled_behind_changes_no_token():
-    """A round in pieces, padded, and then whole in its own shape; with a grammar on the way."""
+    """A round first runs in several padded programs, and later in one program of its shape."""
     expected = run_all(ahead := make_engine(**TWO_SHAPES), make_requests(ahead, {}))
     behind = make_engine(**TWO_SHAPES, compile_ahead=False)
     behind.repertoire.patience_ms = 0.0
@@ -321,7 +321,7 @@ def test_a_request_that_nobody_prepared_for_still_runs():
 
 
 def test_a_closed_engine_gives_its_memory_maps_back():
-    """One after the other: no more are held after the second than after the first."""
+    """After a second engine was closed, no more memory maps are in use than after the first."""
     make_programs, held, given_back = programs_with(jits=WeakValueDictionary()), [], []
     for _ in range(2):
         engine = make_engine(intermediate_size=40, make_programs=make_programs)

@@ -31,10 +31,10 @@ class CacheSizes(NamedTuple):
 class CacheKind(Protocol):
     """One kind of cache, as a hashable value that holds no arrays.
 
-    Its methods take and return the cache's arrays, whose first axis is the layer. Three methods run
-    a layer: `cached` in serving, and usually `causal` or `unrolled` in training. Their argument
-    `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have gradients, and
-    do not take the cache's arrays.
+    Its methods take and return the cache's arrays, whose first axis is the layer. Four methods run
+    a layer: `write` and then `read` in serving, and usually `causal` or `unrolled` in training.
+    Their argument `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have
+    gradients, and do not take the cache's arrays.
 
     If a kind is recurrent, the cache has a state per slot. A slot is an index that the engine gives
     a running request.
@@ -108,8 +108,18 @@ class CacheKind(Protocol):
         """
         ...
 
-    def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """Run the layer on `rows` (`CachedRows`); return the output [N, ...] and the new cache."""
+    def write(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[Any, Any]:
+        """Add `rows` (`CachedRows`) to the cache; return the queries for `read`, and the cache.
+
+        A recurrent kind computes the output here, and returns it in place of queries.
+        """
+        ...
+
+    def read(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any, queries: Any) -> jax.Array:
+        """Return the layer's output [N, ...], from the cache that `write` returned or a later one.
+
+        `queries` is the first result of `write` for the same rows.
+        """
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
@@ -150,7 +160,7 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """Which of the checkpoint's scales is used for each of the two parts of a token's entry.
+        """The kinds of the checkpoint's scales that apply to the two parts of a token's entry.
 
         "k" means the scale of keys, and "v" means the scale of values. The two parts are usually
         the key and the value.
@@ -164,7 +174,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: the fixed part of the memory plan covers queries, keys and values; see `CacheKind`."""
+        """0: memory planning always includes queries, keys and values; see `CacheKind.row_size`."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Pages:

@@ -117,19 +117,27 @@ class LatentAttention(PagesOnly):
     def _head_dim(self) -> int:
         return head_dim(self.nope_dim + self.rope_dim, self.value_dim)
 
-    def cached(
+    def write(
         self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedLatents
-    ) -> tuple[jax.Array, Pages]:
-        """Write latents to the pages, then attend to the pages.
-
-        Return the output [N, H, D_v] and the new cache.
-        """
-        nope, rope = self._queries(inputs)
+    ) -> tuple[tuple[jax.Array, jax.Array], Pages]:
+        """Write latents to the pages; return both parts of the queries, and the new cache."""
+        queries = self._queries(inputs)
         if rows.writes:
             cache = _write(cache, layer, rows, *self._entries(inputs))
+        return queries, cache
+
+    def read(
+        self,
+        rows: CachedRows,
+        cache: Pages,
+        layer: jax.Array,
+        inputs: ProjectedLatents,
+        queries: tuple[jax.Array, jax.Array],
+    ) -> jax.Array:
+        """Attend to the pages; return the output [N, H, D_v]."""
+        nope, rope = queries
         if rows.folds and rows.width >= self.plain_width:
-            out = attend_plainly(rows, cache, layer, nope, rope, inputs.up, self.scale)
-            return out, cache
+            return attend_plainly(rows, cache, layer, nope, rope, inputs.up, self.scale)
         q = jnp.concatenate([inputs.up.absorb(nope), rope], axis=-1)
         reach = rows.by_request(rows.positions if rows.reach is None else rows.reach)
         mixed = latent_attention(
@@ -143,7 +151,7 @@ class LatentAttention(PagesOnly):
             scales=cache.scales,
             kernels=rows.kernels,
         )
-        return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:])), cache
+        return inputs.up.project(mixed.reshape(-1, *mixed.shape[2:]))
 
     def causal(self, length: int, inputs: ProjectedLatents) -> jax.Array:
         """Return the output [N, H, D_v] of causal attention within sequences of `length` rows."""

@@ -70,13 +70,13 @@ class PagedAttention(PagesOnly):
         """Shape of the scales of a token's keys and values."""
         return 2, self.num_kv_heads
 
-    def cached(
+    def write(
         self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedHeads
-    ) -> tuple[jax.Array, Pages]:
-        """Write keys and values to the pages, then attend to the pages.
+    ) -> tuple[tuple[jax.Array, jax.Array], Pages]:
+        """Write keys and values to the pages.
 
-        Return the output [N, H, D_h] and the new cache. If `rows.attends` is false, there are no
-        queries, and the output has the shape [N, 0, D_h].
+        Return the queries [B, T, H, D_h] with their positions i32[B, T], and the new cache. If
+        `rows.attends` is false, there are no queries, and H is 0.
         """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
@@ -95,9 +95,20 @@ class PagedAttention(PagesOnly):
             writes=rows.writes,
             kernels=rows.kernels,
         )
-        cache = Pages(values, scales)
+        return (q, positions), Pages(values, scales)
+
+    def read(
+        self,
+        rows: CachedRows,
+        cache: Pages,
+        layer: jax.Array,
+        inputs: ProjectedHeads,
+        queries: tuple[jax.Array, jax.Array],
+    ) -> jax.Array:
+        """Attend to the pages; return the output [N, H, D_h]. H is 0 if `rows.attends` is false."""
+        q, positions = queries
         if not rows.attends:
-            return jax.lax.collapse(q, 0, 2), cache
+            return jax.lax.collapse(q, 0, 2)
         scales = inputs.query_scales
         q = self._scaled(q, None if scales is None else rows.by_request(scales))
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
@@ -106,7 +117,7 @@ class PagedAttention(PagesOnly):
             q,
             cache.values,
             layer,
-            page_table,
+            rows.table(self.window),
             reach,
             scales=cache.scales,
             window=self.window,
@@ -115,7 +126,7 @@ class PagedAttention(PagesOnly):
             sinks=inputs.sinks,
             kernels=rows.kernels,
         )
-        return out.reshape(-1, *out.shape[2:]), cache
+        return out.reshape(-1, *out.shape[2:])
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
         """Return the output [N, H, D_h] of causal attention within sequences of `length` rows."""

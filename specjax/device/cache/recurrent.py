@@ -80,7 +80,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: the fixed part of the memory plan covers the layer's inputs; see `CacheKind`."""
+        """0: memory planning always includes the layer's inputs; see `CacheKind.row_size`."""
         return 0
 
     @property
@@ -140,12 +140,13 @@ class DeltaRule:
             ring=restored.ring.at[:, slots[:, None], columns].set(tail, mode="drop")
         )
 
-    def cached(
+    def write(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
         """Run the rows; return the output [N, H_v, D_v] and the new cache.
 
-        Before, recurrent states are updated with pending tokens: accepted tokens that they lack.
+        First, the recurrent states are updated with their pending tokens: accepted tokens that the
+        states lack.
         """
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
@@ -161,6 +162,17 @@ class DeltaRule:
             kernels=rows.kernels,
         )
         return out.reshape(-1, *out.shape[2:]), cache
+
+    def read(
+        self,
+        rows: CachedRows,
+        cache: DeltaRuleCache,
+        layer: jax.Array,
+        inputs: DeltaInputs,
+        queries: jax.Array,
+    ) -> jax.Array:
+        """Return `queries`: `write` has already computed the output."""
+        return queries
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
         """Return the output [N, H_v, D_v] for sequences of `length` rows, from empty states."""

@@ -84,7 +84,8 @@ class CachedRows:
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
         """See `Rows.mix`."""
-        return kind.cached(self, cache, layer, inputs)
+        queries, cache = kind.write(self, cache, layer, inputs)
+        return kind.read(self, cache, layer, inputs, queries), cache
 
 
 class RowInputs(Protocol):
@@ -131,11 +132,18 @@ class JoinedRows:
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: RowInputs
     ) -> tuple[jax.Array, Any]:
-        """See `Rows.mix`."""
-        outputs = []
-        for rows, part in zip(self.parts, self.slices, strict=True):
-            out, cache = rows.mix(kind, cache, layer, inputs.of_rows(part))
-            outputs.append(out)
+        """See `Rows.mix`.
+
+        All parts write before any part reads. If a part wrote after another part had read, XLA
+        would copy the cache on a CPU, because it does not order reads before writes there.
+        """
+        own = [inputs.of_rows(part) for part in self.slices]
+        queries = []
+        for rows, part in zip(self.parts, own, strict=True):
+            made, cache = kind.write(rows, cache, layer, part)
+            queries.append(made)
+        each = zip(self.parts, own, queries, strict=True)
+        outputs = [kind.read(rows, cache, layer, part, made) for rows, part, made in each]
         return jnp.concatenate(outputs), cache
 
 

@@ -27,8 +27,8 @@ class Rows(Protocol):
     ) -> tuple[jax.Array, Any]:
         """Mix each row with the rows that it sees (by attention or the delta rule).
 
-        Most classes of rows call a method of `kind`: `cached` in serving, `causal` or `unrolled` in
-        training.
+        Most classes of rows call methods of `kind`: `write` and `read` in serving, `causal` or
+        `unrolled` in training.
 
         Args:
             kind: the cache kind, which determines the mixing.
