@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support.dynamic_k import InTurn
 from support.engines import K, generate_tokens, give_pages, hold_pages, make_llm, random_prompts
-from support.shared_models import VOCAB, hybrid, llama
+from support.shared_models import NUM_SNAPSHOTS, VOCAB, hybrid, llama
 
 from specjax import SamplingParams
 from specjax.checkpoint.errors import CheckpointError
@@ -24,8 +24,12 @@ from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import describe_model, read_config
 from specjax.host.drafts.suggester import is_used
 from specjax.host.drafts.text_index import NOTHING, Continuation
+from specjax.host.speculation.policy import StaticPolicy
 
 PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed=1)
+
+
+MOST = 100  # the drafter's positions; only one test goes further
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
@@ -34,17 +38,21 @@ def folder(request, checkpoints):
 
 
 @pytest.fixture(scope="module")
-def llm(folder):
+def llm(folder, tmp_path_factory):
     """An LLM whose target drafts for itself, with another K in every round."""
-    with make_llm(folder, "draft_model", folder) as llm:
+    drafter = shutil.copytree(folder, tmp_path_factory.mktemp("drafter") / "same")
+    config = json.loads((drafter / "config.json").read_text())
+    config["max_position_embeddings"] = MOST
+    (drafter / "config.json").write_text(json.dumps(config))
+    with make_llm(folder, "draft_model", drafter, num_snapshots=NUM_SNAPSHOTS) as llm:
         llm.engine.set_policy(InTurn(3, 1, 0, 3, 0, 0, 1, 1, 3, 3))
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    with make_llm(folder) as llm:
-        yield llm
+    with make_llm(folder, num_snapshots=NUM_SNAPSHOTS) as plain:
+        yield plain
 
 
 def params_of(temperature):
@@ -149,6 +157,18 @@ def test_it_is_right_after_drafts_from_texts(folder, plain, monkeypatch):
     assert sum(accepted > right for accepted, right in others) > 5
 
 
+def test_it_drafts_nothing_after_the_positions_it_was_made_for(llm, plain):
+    """The drafter is the target with a smaller maximum position."""
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=80)
+    before, policy = llm.metrics(), llm.engine.scheduler.policy
+    llm.engine.set_policy(StaticPolicy(K))
+    assert_always_right(llm, plain, PROMPTS[2], params)
+    llm.engine.set_policy(policy)
+    num_drafts = llm.metrics().num_draft_tokens - before.num_draft_tokens
+    # Up to there, each round has K drafts and one token of the target.
+    assert num_drafts == (MOST - len(PROMPTS[2])) // (K + 1) * K
+
+
 def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
     other = checkpoints.target("llama", vocab_size=VOCAB - 1).folder
     target = describe_model(read_config(llama(checkpoints).folder))
@@ -178,17 +198,3 @@ def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
         assert np.abs(other - cold).max() > 0.01
         np.testing.assert_allclose(state_after(longer), cold, rtol=0, atol=1e-5)
         assert llm.metrics().prefix_cache_hits > hits
-
-
-def test_it_drafts_nothing_after_the_positions_it_was_made_for(tmp_path, checkpoints):
-    """The drafter is the target with a smaller maximum position."""
-    folder, most = llama(checkpoints).folder, 48
-    short = shutil.copytree(folder, tmp_path / "short")
-    config = json.loads((short / "config.json").read_text())
-    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": most}))
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=40)
-    with make_llm(folder, "draft_model", short) as llm, make_llm(folder) as plain:
-        assert_always_right(llm, plain, PROMPTS[2], params)
-        rounds = llm.metrics()
-    # Up to there, each round has K drafts and one token of the target.
-    assert rounds.num_draft_tokens == (most - len(PROMPTS[2])) // (K + 1) * K

@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from support.engines import generate, make_llm, tokens_of
+from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
 from specjax import SamplingParams
 from specjax.engine.programs import Begin, Decode, Joined, Prefill
@@ -16,12 +17,11 @@ LENGTHS = (40, 3, 70, 1, 33, 20, 9, 50)  # of prompts: up to three chunks
 
 def make(checkpoints, name):
     """Return an LLM of a model, with a drafter if there is one for it."""
-    target = checkpoints.target(name)
     if name == "llama":
-        return make_llm(target.folder, "eagle", checkpoints.eagle(target).folder)
+        return make_llm(llama(checkpoints).folder, "eagle3", eagle3(checkpoints).folder)
     if name == "qwen3_5_text":
-        return make_llm(checkpoints.mtp(target).folder, "mtp", k=2)
-    return make_llm(target.folder, "ngram")
+        return make_llm(hybrid(checkpoints), "mtp", num_snapshots=NUM_SNAPSHOTS)
+    return make_llm(checkpoints.target(name).folder, "ngram")
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """Split rounds, in which only some requests draft: same tokens, in one program or in two."""
 
 from collections import Counter
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
-from support.engines import generate, make_llm, tokens_of
+from support.engines import K, generate, make_llm, tokens_of
 from support.schedules import AnyPolicy
+from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
 from specjax import SamplingParams
 from specjax.engine.programs import Decode, SplitRound
@@ -14,7 +17,6 @@ from specjax.host.speculation.rounds import SplitShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
-K = 2
 PROMPTS = [list(range(1, 1 + length)) for length in (9, 3, 20, 1, 12)]
 PARAMS = [
     SamplingParams(
@@ -29,27 +31,26 @@ PARAMS = [
 ]
 
 
-def make(checkpoints, name, **options):
+def make(checkpoints, name):
     """Return an LLM with two batch sizes."""
-    target = checkpoints.target(name)
     if name == "llama":
-        arguments = target.folder, "eagle", checkpoints.eagle(target).folder
+        arguments = llama(checkpoints).folder, "eagle3", eagle3(checkpoints).folder
     else:
-        arguments = checkpoints.mtp(target).folder, "mtp"
-    return make_llm(*arguments, k=K, decode_batches=(2, 4), **options)
+        arguments = hybrid(checkpoints), "mtp"
+    return make_llm(*arguments, num_snapshots=NUM_SNAPSHOTS, decode_batches=(2, 4))
 
 
-@pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
-def test_the_same_tokens_as_without_splits(checkpoints, name, is_async):
+def test_the_same_tokens_as_without_splits(checkpoints, name):
     """Requests come, go and resume. Some are sampled, and one has two samples."""
-    with make(checkpoints, name, async_scheduling=is_async) as llm:
+    with make(checkpoints, name) as llm:
         engine, programs = llm.engine, llm.engine.programs
         engine.set_policy(StaticPolicy(K))
         expected = generate(llm, PROMPTS, PARAMS)
         runs, run = Counter(), programs.run
         programs.run = lambda key, *rest: (runs.update([type(key)]), run(key, *rest))[1]
-        for is_whole in (False, True):
+        for is_whole, is_async in product((False, True), repeat=2):
+            engine.config = replace(engine.config, async_scheduling=is_async)
             policy = AnyPolicy((0, K), np.random.default_rng(1))
             engine.set_policy(policy)
             if is_whole:
@@ -63,7 +64,5 @@ def test_the_same_tokens_as_without_splits(checkpoints, name, is_async):
             engine.scheduler.pages.release(taken)
             assert tokens_of(found) == tokens_of(expected)
             assert (runs[SplitRound] > 3) == is_whole
-    for one, other in zip(
-        found[3].outputs[0].logprobs, expected[3].outputs[0].logprobs, strict=True
-    ):
-        assert list(one) == list(other)
+            logprobs = [one[3].outputs[0].logprobs for one in (found, expected)]
+            assert [list(one) for one in logprobs[0]] == [list(one) for one in logprobs[1]]
