@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 import pytest
-from support.engines import SIZES, K, generate_tokens, make_llm
+from support.engines import SIZES, K, generate_tokens, make_llm, simulated_engines
 from support.refusals import refusal
 from support.shared_models import eagle3, hybrid, llama
 
@@ -27,7 +27,7 @@ def test_the_own_tree_and_a_saved_folder(checkpoints):
     """The engine's own divided and padded arrays are a valid update. Saved experts are whole."""
     folder = checkpoints.target("gpt_oss").folder
     options = {"tensor_parallel_size": 4, "enable_expert_parallel": True, **SIZES}
-    with RolloutEngine(folder, **options) as engine:
+    with simulated_engines(), RolloutEngine(folder, **options) as engine:
         before, own = engine.checksum(), engine.params.target
         engine.update_weights(jax.tree.map(lambda x: x + 0, own))
         assert engine.checksum() == before
@@ -41,7 +41,7 @@ def test_what_needs_a_whole_model(checkpoints):
     head = str(eagle3(checkpoints).folder)
     config = {"method": "eagle3", "model": head, "num_speculative_tokens": K}
     options = {"speculative_config": config, "tensor_parallel_size": 2, **SIZES}
-    with RolloutEngine(folder, **options) as engine:
+    with simulated_engines(), RolloutEngine(folder, **options) as engine:
         refusal(lambda: OnlineDistiller(engine), "tensor_parallel_size=2", "on one device")
         refusal(
             lambda: PolicyModule(engine.target, engine.params.target),
