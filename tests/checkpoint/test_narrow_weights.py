@@ -149,8 +149,8 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, for
 def test_latents_stay_in_float8(folders_of):
     """Latent projections stay in float8, even if heads begin inside a block of scales.
 
-    Tokens are the dequantised model's tokens, also with an MTP module in float8, and after an
-    update with a trainer's weights, up to the rounding of blocks.
+    With an MTP module in float8, tokens are the dequantised model's tokens without drafts. An
+    update with a trainer's weights gives the same weights, up to the rounding of blocks.
     """
     folders = folders_of("deepseek_v3", "tall", qk_nope_head_dim=32, v_head_dim=16)
     (model, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
@@ -165,10 +165,10 @@ def test_latents_stay_in_float8(folders_of):
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
     made = []
-    for folder, method in (folders[0], None), (folders[0], "mtp"), (folders[1], None):
+    for folder, method in zip(folders, ("mtp", None), strict=True):
         with make_llm(folder, method, dtype="float32") as llm:
             made.append(generate_tokens(llm, prompts, params))
-    assert made[0] == made[1] == made[2] and all(len(tokens) == 20 for tokens in made[0])
+    assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
 
 
 def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):

@@ -88,7 +88,7 @@ def test_the_same_tokens_with_drafts_and_on_two_devices(folders):
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
     made = []
-    for method, count in (None, 1), ("ngram", 1), ("ngram", 2):
+    for method, count in (None, 1), ("ngram", 2):
         with make_llm(folders[0], method, dtype="float32", tensor_parallel_size=count) as llm:
             made.append(generate_tokens(llm, prompts, params))
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]

@@ -105,7 +105,11 @@ def test_drawn_tokens(step, kernels):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("method", [SeedExact(), Rejection(), Block(), Synthetic((0.7, 0.4))])
+@pytest.mark.parametrize(
+    "step, method",
+    [(100, SeedExact()), (130, Rejection()), (100, Block()), (130, Synthetic((0.7, 0.4)))],
+    indirect=["step"],
+)
 def test_verdicts(step, method):
     """Drafts are drawn if the method uses their distribution; else most are the best token."""
     requests, history, drafts, logits, rng = step

@@ -115,14 +115,16 @@ class ScalesSpec(TensorSpec):
 
     def join(self, parts: Any, dtype: np.dtype) -> Any:
         """Return the scales of the merged matrix, given the scales of each tensor."""
-        sizes = [shape[0] for shape in self.file_shapes]
-        of_rows = [
-            module_of(part).repeat(part, rows, axis=0)[:size]
-            for part, size, (rows, _) in zip(parts, sizes, self.blocks, strict=True)
+        # Join the indices of scales by row, because scales by row would be much larger.
+        shapes = tuple((shape[0],) for shape in self.file_shapes)
+        firsts = accumulate((len(part) for part in parts[:-1]), initial=0)
+        indices = [
+            first + np.arange(size) // rows
+            for first, (size,), (rows, _) in zip(firsts, shapes, self.blocks, strict=True)
         ]
-        shapes = tuple(part.shape for part in of_rows)
         by_row = TensorSpec(self.names, shapes, interleaved=self.interleaved)
-        return by_row.join(of_rows, np.dtype(np.float32))[:: self.block[0]]
+        index = by_row.join(indices, np.dtype(np.int32))[:: self.block[0]]
+        return module_of(parts[0]).concatenate(parts)[index]
 
 
 def with_scales(files: TensorFiles, block: Block | None, dtype: np.dtype) -> TensorFiles:
