@@ -1,4 +1,4 @@
-"""Measures what additional rows cost on a CPU, for several forms of a layer's weights.
+"""Measures the cost of additional rows on a CPU, for several forms of a layer's weights.
 
     python benchmarks/few_rows_cpu.py
 

@@ -145,7 +145,7 @@ def print_tally(tally: Counter, seconds: float) -> None:
 
 
 def max_tokens_in_flight(tally: Counter) -> int:
-    """Return the maximum number of steps in flight when another step was launched: 0 or 1."""
+    """Return 1 if any step was launched while another step was running, else 0."""
     return int(tally["steps launched over another"] > 0)
 
 

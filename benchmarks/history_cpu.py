@@ -166,7 +166,7 @@ def acceptance_length(before: Metrics, after: Metrics) -> float:
 
 
 def by_source(before: Metrics, after: Metrics, which: str) -> list[int]:
-    """Return the number of draft tokens of each source, or of accepted ones; `which` says which."""
+    """Return the number of tokens of each source; `which` is "draft" or "accepted"."""
     old, new = (getattr(one, f"{which}_tokens_per_source") for one in (before, after))
     return [new.get(name, 0) - old.get(name, 0) for name in SOURCES]
 

@@ -52,7 +52,7 @@ EVENT, FINISH = re.compile(rb"data: (\{.*\})\n\n"), re.compile(rb'"finish_reason
 
 @dataclass
 class Load:
-    """What all clients of a server counted, and the faults found."""
+    """The counts of all clients of a server, and the faults found."""
 
     seconds_to_first: list[float] = field(default_factory=list)
     became: Counter[str] = field(default_factory=Counter)

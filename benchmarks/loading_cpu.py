@@ -1,9 +1,9 @@
-"""Measures what loading a float8 checkpoint of 1 GB costs: time, resident bytes and peak memory.
+"""Measures the cost of loading a 1 GB float8 checkpoint: time, resident bytes and peak memory.
 
     python benchmarks/loading_cpu.py
 
-The checkpoint has random weights, with a scale for each block of 128 x 128. It is loaded, and its
-files are read without being interpreted, in turn and each time in a new process.
+The checkpoint has random weights, with a scale for each block of 128 x 128. Two measurements take
+turns, each time in a new process: loading the checkpoint, and only reading the bytes of its file.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def make_tensors(rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def run(name: str, folder: str) -> dict[str, float]:
-    """Return what a new process measured, in seconds and bytes."""
+    """Run the measurement `name` in a new process; return its seconds and bytes."""
     command = [sys.executable, __file__, "--run", name, folder]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 

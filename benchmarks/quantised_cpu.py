@@ -1,4 +1,4 @@
-"""Measures what fewer bits do to the demo model: perplexity, greedy outputs, acceptance, speed.
+"""Measures effects of fewer bits on the demo model: perplexity, outputs, acceptance, speed.
 
     python benchmarks/quantised_cpu.py DATA
 
@@ -147,7 +147,7 @@ def drafts(case: tuple[str, str]) -> tuple[list[list[int]], Metrics]:
 
 
 def two_at_a_time(function: Callable[[Any], Any], cases: Sequence[Any]) -> list[Any]:
-    """Return the function's results. A processor that XLA leaves idle works on the next case."""
+    """Return the function's results. Two cases run at a time, as one leaves processors idle."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(function, cases))
 

@@ -136,7 +136,7 @@ def compile_splits(engine: Engine, n: int) -> None:
 def measure(
     engine: Engine, settings: argparse.Namespace
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return tokens per second of each run, and the mean drafts of each half, by policy."""
+    """Return tokens/s of each policy's runs, and its mean drafts in each half of the requests."""
     policies: dict[str, Any] = {f"K={k}": partial(StaticPolicy, k) for k in KS}
     measured = engine.scheduler.policy
     assert isinstance(measured, GoodputPolicy)

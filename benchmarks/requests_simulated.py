@@ -205,7 +205,7 @@ def by_context(seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def against_off(seeds: Sequence[int]) -> dict[str, Any]:
-    """Return a table of adaptive K relative to decoding without drafts."""
+    """Return a table of adaptive K's simulated tokens/s, relative to decoding without drafts."""
     contexts = (SHORT, 16_000, LONG)
     rows = []
     for n, rate in product((1, 4, 16, 64, 256), (0.001, 0.1, 0.3, 0.6, 0.9)):

@@ -65,7 +65,7 @@ class Run:
         return self.ends[-1 - num_unfinished]
 
     def rounds_between(self, more: int, fewer: int) -> Counter[int]:
-        """Return the number of rounds by K, from when `more` to when `fewer` samples were left."""
+        """Return the rounds by K while the unfinished samples fell from `more` to `fewer`."""
         return self.rounds[-1 - fewer] - self.rounds[-1 - more]
 
 

@@ -1,4 +1,4 @@
-"""Measures what asynchronous scheduling gains, and what it costs to look up a cached prefix.
+"""Measures the gain of asynchronous scheduling, and the cost of finding a cached prefix.
 
     python benchmarks/scheduling_cpu.py
     python benchmarks/scheduling_cpu.py --only prefixes

@@ -16,7 +16,7 @@ from specjax.commands.bench import add_arguments
 
 
 def main() -> None:
-    """Measure with the command's defaults and options, and write the result."""
+    """Run `specjax bench` with its default options, unless arguments differ; write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
     parser.set_defaults(full=True)

@@ -1,4 +1,4 @@
-"""Compares specjax with Hugging Face transformers, on the same CPU, checkpoint and prompts.
+r"""Compares specjax with Hugging Face transformers, on the same CPU, checkpoint and prompts.
 
     python benchmarks/transformers_cpu.py --model checkpoints/demo-llama \
         --drafter checkpoints/demo-llama-eagle3 --k 3

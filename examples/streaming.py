@@ -17,7 +17,7 @@ EAGLE3 = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tok
 
 
 async def ask(llm: AsyncLLM, name: str, start: float) -> None:
-    """Print the new parts of an answer as they come. The caller Cleo leaves after 20 tokens."""
+    """Print the new parts of an answer as they come. If `name` is Cleo, stop after 20 tokens."""
     params = SamplingParams(temperature=0, max_tokens=48, output_kind=RequestOutputKind.DELTA)
     num_tokens = 0
     async for output in llm.generate(f"Question: {QUESTIONS[name]}\nAnswer:", params):

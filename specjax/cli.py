@@ -196,7 +196,3 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     arguments.add_engine(parser)
     arguments.add_quantization(parser)
     compile_arguments.add_arguments(parser)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

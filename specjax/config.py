@@ -238,10 +238,12 @@ class SpeculativeConfig:
             )
         if "with" in config:
             config["sources"] = config.pop("with")
-        needed = {"method"}
+        needed, method = {"method"}, config.get("method")
+        if method is not None:
+            check_choice("speculative_config.method", method, tuple(METHODS))
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")
-        if config.get("method") not in OWN_METHODS:
+        if method not in OWN_METHODS:
             needed.add("model")
         if missing := needed - set(config):
             raise ValueError(f"speculative_config lacks {sorted(missing)}; add what is missing")

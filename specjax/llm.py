@@ -57,7 +57,8 @@ class LLM(CorpusMethods, VllmMethods):
             (fewer if its memory holds fewer recurrent states), 16 on a CPU.
         max_num_batched_tokens: maximum number of tokens per step, including the extra tokens that
             some drafters run; None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: the maximum without drafters' extra tokens; None: equal limits.
+        max_num_scheduled_tokens: maximum number of tokens per step, without drafters' extra tokens;
+            None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, like (1, 8, 64); None for
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths

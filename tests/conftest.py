@@ -1,4 +1,4 @@
-"""What the tests share: JAX on two CPU devices, quick compilation, and tiny checkpoints."""
+"""Shared fixtures: JAX on several CPU devices, fast compilation, and tiny checkpoints."""
 
 import gc
 import os
@@ -47,10 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any program is compiled; `pytest -m optimized` runs those that users have.
+    """Set up JAX before any program is compiled. With `-m optimized`, compile as for users.
 
-    Tracing makes many objects, and few in cycles: to look for those as often as Python does by
-    itself takes a seventh of the tests' time.
+    Tracing makes many objects, few of them in cycles. With Python's usual thresholds, garbage
+    collection would take a seventh of the tests' time.
     """
     gc.set_threshold(200_000, 10, 10)
     # A shell ignores SIGINT for what it starts in the background, and so would tests' processes.
@@ -73,12 +73,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: it need not be looked at again whenever garbage is collected."""
+    """Exclude imported objects from garbage collection, because they stay alive in any case."""
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say which new seeds were drawn, so that a run can be repeated."""
+    """Print the new seeds, so that a run can be repeated."""
     reports = [r for name in ("passed", "failed") for r in terminalreporter.getreports(name)]
     drawn = [
         (r.nodeid, value) for r in reports for name, value in r.user_properties if name == VARIABLE
@@ -89,27 +89,30 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(scope="session")
 def process() -> Process:
-    """This process."""
+    """The limits on this process's memory."""
     return Process()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_process(process) -> Iterator[None]:
-    """Long runs forget programs before memory runs out; engines must not hold them."""
+    """After a module, free compiled programs if the process is large.
+
+    Engines that are still alive must not hold the programs.
+    """
     yield
     process.keep_small()
 
 
 @pytest.fixture
 def small_test(process) -> Iterator[None]:
-    """As `small_process`, after each of a module's tests: they have engines of their own."""
+    """Like `small_process`, but after each test: for modules whose tests have separate engines."""
     yield
     process.keep_small()
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> Checkpoints:
-    """Tiny checkpoints, written when first asked for; tests that need them need transformers."""
+    """Tiny checkpoints, each written at its first use. Needs torch and transformers."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
@@ -117,13 +120,13 @@ def checkpoints(tmp_path_factory) -> Checkpoints:
 
 @pytest.fixture(scope="session")
 def letters(checkpoints) -> Path:
-    """The folder of a tiny target with a tokenizer, of 96 tokens."""
+    """The folder of a tiny target with a tokenizer of 96 tokens."""
     return letters_folder(checkpoints)
 
 
 @pytest.fixture(scope="session")
 def compilations() -> CompilationLog:
-    """What JAX compiled since the fixture was first asked for."""
+    """A log of the programs that JAX compiled since the first use of this fixture."""
     log = CompilationLog()
     jax.monitoring.register_event_duration_secs_listener(log.listen)
     return log
@@ -131,14 +134,17 @@ def compilations() -> CompilationLog:
 
 @pytest.fixture(scope="module")
 def simulated_device() -> Iterator[Counter]:
-    """LLMs that a module makes hereafter run on a simulated device; see `simulated_engines`."""
+    """Give LLMs that the module makes a simulated device; see `simulated_engines`."""
     with simulated_engines() as tally:
         yield tally
 
 
 @pytest.fixture
 def ragged_prompts():
-    """Prompts of given lengths, random token ids; the second token is the prompt's index."""
+    """Return a function that makes random prompts of given lengths.
+
+    The second token of a prompt is its index.
+    """
 
     def make(*lengths: int, vocab_size: int = VOCAB, seed: int = 0) -> list[list[int]]:
         rng = np.random.default_rng(seed)
@@ -152,7 +158,7 @@ def ragged_prompts():
 
 @pytest.fixture(scope="session")
 def asked() -> type[Asked]:
-    """Requests that know what the device should make of them."""
+    """The class `Asked`: requests that can compute the expected logits and probabilities."""
     return Asked
 
 

@@ -1,8 +1,8 @@
-"""Whatever the schedule does to requests, each gets the tokens, and the drafts, that it gets alone.
+"""Each request has the same tokens and drafts under any schedule as when it runs alone.
 
-One engine for each drafter serves the same requests, of every kind, under every schedule: with and
-without preemption, chunks cut by a small budget and whole, prefixes shared and not, and a step in
-flight or none. Only the scheduler is made anew, so that all of it runs the same programs.
+For each drafter, one engine serves the same requests, of every kind, under every schedule: with and
+without preemption, small chunks, shared prefixes and async steps. Only the scheduler is new in each
+schedule, so all of them run the same programs.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ WITHOUT_GRAMMARS = "none, hybrid", "mtp"  # so that fewer programs are compiled
 
 
 class Schedule(NamedTuple):
-    """What happens to requests on their way."""
+    """The events and options of a schedule."""
 
     preempts: bool = False
     cuts_chunks: bool = False
@@ -54,7 +54,7 @@ class Schedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Served:
-    """What came of the requests, in their order."""
+    """The results of the requests, in their order."""
 
     samples: list[Sample]
     metrics: Metrics
@@ -68,14 +68,14 @@ class Served:
 
 @dataclass(frozen=True)
 class Drafting:
-    """An LLM, the requests for it, and what they come to when nothing happens to them."""
+    """An LLM, its requests, and their expected results under an undisturbed schedule."""
 
     llm: LLM
     requests: list[Request]
     expected: Served
 
     def count_near_ties(self, served: Served, expected: Served) -> int:
-        """Tokens and log-probabilities are the same up to a near-tie, of which one may be."""
+        """Check that tokens and log-probabilities are equal, except after at most one near-tie."""
         pairs = [(request, 0) for request in self.requests]
         found = compare(self.llm.engine, pairs, expected.outputs, served.outputs)
         assert not found.mismatches
@@ -94,7 +94,7 @@ class Drafting:
 
 @pytest.fixture(scope="module")
 def drafting(checkpoints) -> Iterator[Callable[[str], Drafting]]:
-    """By drafter, made when first asked for."""
+    """Return a function that returns the `Drafting` of a drafter, made at its first use."""
     llms = []
 
     @cache
@@ -113,7 +113,7 @@ def drafting(checkpoints) -> Iterator[Callable[[str], Drafting]]:
 
 
 def make_requests(llm: LLM, drafter: str) -> list[Request]:
-    """Two of each kind; prompts of 3 to 31 tokens, some of which begin alike."""
+    """Return two requests of each kind. Prompts have 3 to 31 tokens, and some share a prefix."""
     rng = np.random.default_rng(0)
     common = rng.integers(0, EOS, 28).tolist()
     requests = []

@@ -1,6 +1,6 @@
-"""Many callers, one engine: each gets what it would get alone, and none can hurt another.
+"""Many callers of one engine: each gets what it would get alone, and none can harm others.
 
-Whatever is awaited must come within a time limit, so that a caller that hangs is a failure.
+Every wait has a time limit, so that a hanging caller is a failure.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ def folder(checkpoints):
 
 @pytest.fixture(scope="module")
 def shared(folder) -> Iterator[LLM]:
-    """An LLM on a simulated device that AsyncLLMs may share, as they do not close it."""
+    """An LLM on a simulated device that AsyncLLMs share. They cannot close it."""
     with simulated_llm(folder, "ngram", k=2, script=TextScript(96), **SETTINGS) as llm:
         with patched(llm, "close", lambda: None):
             yield llm
@@ -49,7 +49,7 @@ def shared(folder) -> Iterator[LLM]:
 
 @pytest.fixture
 def built(shared, monkeypatch) -> Iterator[LLM]:
-    """The LLM that every AsyncLLM of a test is given."""
+    """The LLM that all AsyncLLMs of a test use."""
     monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: shared)
     yield shared
     shared.engine.reset()
@@ -57,7 +57,10 @@ def built(shared, monkeypatch) -> Iterator[LLM]:
 
 @pytest.fixture
 def serve(built) -> Callable[..., Any]:
-    """Run a coroutine function with a new AsyncLLM, which must be idle at the end."""
+    """Return a function that runs a coroutine function with a new AsyncLLM.
+
+    At the end, the AsyncLLM must be idle.
+    """
 
     def run(test: Callable[[AsyncLLM], Coroutine], **options: Any) -> Any:
         async def main() -> Any:
@@ -84,7 +87,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def idle(llm: AsyncLLM) -> None:
-    """Wait until nothing is left of any request."""
+    """Wait until the engine has no requests, and no cache pages are in use."""
 
     def is_idle() -> bool:
         engine, metrics = llm._llm.engine, llm.metrics()
@@ -99,7 +102,10 @@ def alone(built: LLM, prompt: Any, params: SamplingParams) -> Any:
 
 
 async def read(llm, prompt, params, started=None, *, leaves=False, **options):
-    """The last output of a stream, or the first of one that is left; sets `started` with each."""
+    """Return the last output of a stream. If `leaves`, return the first one and leave the stream.
+
+    `started` is set after each output.
+    """
     output = None
     async for output in llm.generate_stream(prompt, params, **options):  # noqa: B007
         if started is not None:
@@ -111,7 +117,7 @@ async def read(llm, prompt, params, started=None, *, leaves=False, **options):
 
 @asynccontextmanager
 async def under_way(llm: AsyncLLM, prompt: list[int], **options: Any) -> AsyncIterator[Any]:
-    """A task that reads a long request, which makes no more steps inside the block."""
+    """Yield a task that reads a long request. Inside the block, the engine runs no steps."""
     started = asyncio.Event()
     with held(llm._llm) as let_go:
         let_go(8)
@@ -125,7 +131,7 @@ async def under_way(llm: AsyncLLM, prompt: list[int], **options: Any) -> AsyncIt
 
 @pytest.mark.parametrize("options", [{}, {"max_num_requests": 2}], ids=str)
 def test_callers_get_what_generate_gives(serve, built, ragged_prompts, options):
-    """Those that have to wait for their turn, too."""
+    """This includes callers that have to wait because of `max_num_requests`."""
     prompts = ["hello", *ragged_prompts(*(1 + 7 * i % 45 for i in range(23)))]
     params = [
         replace(GREEDY, temperature=i % 2 * 0.8, seed=i, max_tokens=1 + 5 * i % 24)
@@ -146,7 +152,7 @@ def test_callers_get_what_generate_gives(serve, built, ragged_prompts, options):
 
 
 def test_outputs_go_on_from_those_before(serve, built):
-    """A slow reader misses some, but not the last, and nothing is kept for it."""
+    """A slow reader misses outputs, but not the last one, and no output is kept for it."""
     expected = alone(built, [1, 2, 3], LONG)
 
     async def test(llm):
@@ -197,7 +203,7 @@ def test_the_loop_goes_on_while_the_engine_works(serve, built):
 
 
 async def six_readers(llm: AsyncLLM, let_go: Callable, moment: str) -> list[asyncio.Task]:
-    """Tasks that read long requests, at a moment of their lives; the engine must be held."""
+    """Return six tasks that read long requests, at a certain moment. The engine must be held."""
     started = asyncio.Event()
     tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
     if moment == "started":
@@ -211,7 +217,7 @@ async def six_readers(llm: AsyncLLM, let_go: Callable, moment: str) -> list[asyn
 
 @pytest.mark.parametrize("moment", ["before", "started", "waiting", "left"])
 def test_a_caller_that_leaves_aborts(serve, built, moment):
-    """Its task is cancelled, at any moment, or it leaves the iteration."""
+    """A caller leaves if its task is cancelled, at any moment, or if it leaves the iteration."""
     expected = alone(built, [7, 8], GREEDY)
     before = built.metrics().requests_finished.get("abort", 0)
 
@@ -257,7 +263,7 @@ def test_a_name_is_that_of_one_request_until_it_is_aborted(serve, built):
 
 
 def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built):
-    """The first request has ended, its consumer lags, and a second has taken its id."""
+    """The first request has ended but is still read, while a second request has the same id."""
     expected = alone(built, [4, 5], LONG)
 
     async def lag(llm, has_begun, may_go_on):
@@ -284,7 +290,7 @@ def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built
 
 
 def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
-    """Whatever it is: the thread that all others wait for must not end."""
+    """The error may be of any kind. The engine's thread, which serves all callers, must not end."""
     expected = alone(built, [1, 2, 3], GREEDY)
 
     async def test(llm):
@@ -301,7 +307,7 @@ def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
 
 
 async def all_waiting(llm: AsyncLLM, most: int) -> list[asyncio.Task]:
-    """Six long requests, `most` of which are in the engine; it must be held."""
+    """Return tasks of six long requests, `most` of them in the engine. The engine must be held."""
     calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
     tasks = [asyncio.ensure_future(call) for call in calls]
     await until(lambda: len(llm._streams) == most)
@@ -324,7 +330,7 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
 
 
 def test_an_engine_that_cannot_go_on_tells_every_caller(built):
-    """After a failure whose reset fails too, as of a device that is out of memory."""
+    """A step fails, and the reset after it fails, too, as on a device without free memory."""
 
     def fail() -> None:
         raise MemoryError("no state")
@@ -375,7 +381,7 @@ def test_a_closed_one_says_so(built):
 
 @pytest.mark.parametrize("moment", ["at once", "started"])
 def test_closing_ends_every_stream(built, moment):
-    """Those under way with what they have, those that wait for their turn with an error."""
+    """Running streams end with their tokens so far, and waiting streams end with an error."""
 
     async def main():
         llm = AsyncLLM("", max_num_requests=2)
@@ -394,7 +400,7 @@ def test_closing_ends_every_stream(built, moment):
 
 
 def test_a_loop_that_has_gone_takes_nothing_along(built):
-    """As after an interrupt: its requests are given up, and those of another loop are served."""
+    """After an event loop has closed, its requests are dropped, and other loops are served."""
     expected, llm, loop = alone(built, [1, 2, 3], GREEDY), AsyncLLM(""), asyncio.new_event_loop()
     stream = llm.generate_stream([1], LONG)
     with held(built) as let_go:
@@ -416,7 +422,7 @@ def test_a_loop_that_has_gone_takes_nothing_along(built):
 
 @pytest.mark.parametrize("bad", [0, True])
 def test_bad_options_are_refused_before_any_work(bad):
-    """Those of `LLM` are refused in tests of its options."""
+    """The options of `LLM` are tested elsewhere."""
     num_threads = threading.active_count()
     with pytest.raises(ValueError, match="max_num_requests"):
         AsyncLLM("no/such/folder", max_num_requests=bad)
@@ -424,7 +430,7 @@ def test_bad_options_are_refused_before_any_work(bad):
 
 
 def test_a_load_of_requests(built, folder, tmp_path, monkeypatch, capsys):
-    """The benchmark in small, on the engine that is there."""
+    """A small run of the load benchmark, on the shared engine."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     load, path = importlib.import_module("load_async"), tmp_path / "result.json"
     options = ["--requests", "60", "--callers", "20", "--cancel", "0.5", "--compare", "12"]

@@ -1,6 +1,6 @@
-"""Checkpoints whose files are missing, damaged or of another model are refused by file and fault.
+"""Missing, damaged or unsuitable checkpoint files are refused; errors name file and fault.
 
-Engines are simulated; every check comes before, or while, weights are read.
+Engines are simulated, because all checks come before weights are read, or while they are read.
 """
 
 import json
@@ -28,7 +28,7 @@ def target(checkpoints):
 
 @pytest.fixture(scope="module")
 def heads(checkpoints, target):
-    """The folders of a drafter for the target, by method."""
+    """The folders of heads for the target, by method."""
     return {"eagle": checkpoints.eagle(target).folder, "eagle3": checkpoints.eagle3(target).folder}
 
 
@@ -40,7 +40,7 @@ def no_weights(monkeypatch):
 
 
 def refused(folder: Path | str, *words: str, **options) -> None:
-    """The error names the folder, or a file in it, and the fault."""
+    """Check that loading fails, and that the error has all `words`."""
     with pytest.raises(CheckpointError) as error:
         simulated_llm(folder, **options)
     text = str(error.value)
@@ -95,7 +95,7 @@ def test_a_folder_in_a_files_place(checkpoints, letters, name):
 
 @pytest.mark.parametrize("name, method", [("config.json", "read_bytes"), (WEIGHTS, "open")])
 def test_a_file_that_may_not_be_read(checkpoints, letters, name, method, monkeypatch):
-    """By the method that reads it: whoever runs the tests may be allowed to read everything."""
+    """The error is simulated, because the user of the tests may be allowed to read every file."""
     made, read = checkpoints.copy(letters), getattr(Path, method)
 
     def refuse(path, *arguments, **options):

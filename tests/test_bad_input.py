@@ -1,4 +1,4 @@
-"""Parameters that cannot be served are refused by name and value, before anything runs."""
+"""Invalid parameters are refused before anything runs; errors name parameter and value."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ def text_folder(checkpoints, target):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, target, text_folder):
-    """On a simulated device: whatever is refused is so before a device is asked."""
+    """An LLM on a simulated device: requests are refused before the device is used."""
     sizes = {"max_model_len": MAX_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     sizes |= {"decode_batches": None, "prefill_shapes": None}
     head = checkpoints.eagle(target).folder
@@ -52,14 +52,14 @@ def llm(checkpoints, target, text_folder):
 
 @pytest.fixture(scope="module")
 def real(text_folder):
-    """What requests ask of logits only a real device knows."""
+    """An LLM on the real device, which applies the options that change logits."""
     with make_llm(text_folder, "ngram") as llm:
         yield llm
 
 
 @pytest.fixture
 def is_unharmed(llm):
-    """After a test, nothing is queued, and the same request has the same output as before."""
+    """After each test, check that nothing is queued, and that outputs are as before."""
 
     def outputs():
         params = SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True)
@@ -236,7 +236,10 @@ BAD_REQUESTS = [
 
 
 def as_grammar(kind, value, *words, **fields):
-    """A grammar that cannot be followed; with `fields`, because of these."""
+    """Return parameters with a wrong grammar, and the expected words of the error.
+
+    With `fields`, the grammar is only wrong together with these parameters.
+    """
     where = "structured_outputs" if fields else f"structured_outputs.{kind}"
     return {"structured_outputs": {kind: value}} | fields, [where, *words]
 
@@ -268,7 +271,7 @@ def test_one_bad_request_leaves_nothing_queued(llm, fields, words):
 
 
 def test_a_step_that_fails_to_compile_spoils_no_other_request(real):
-    """Whatever the check of a processor did not see, it is only its own request's fault."""
+    """A logits processor passes the first check and fails later: only its own request fails."""
 
     def fickle(tokens, length, logits):
         if is_broken:
@@ -308,7 +311,7 @@ def test_what_cannot_be_done_without_a_tokenizer_or_in_exact_mode(text_folder, f
 
 
 def test_extremes_that_are_allowed(real):
-    """The least and the most of each range leave numbers, not NaN: outputs have likely tokens."""
+    """The smallest and largest allowed values give numbers, not NaN, and likely tokens."""
     base = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 
     def tokens(**fields):

@@ -1,4 +1,4 @@
-"""Options of an LLM of another type or range are refused by name and value, before any work."""
+"""Invalid options of an LLM are refused before any work; errors name option and value."""
 
 import math
 
@@ -17,7 +17,7 @@ nan = math.nan
 
 @pytest.fixture
 def no_work(monkeypatch, compilations):
-    """Refusals come before weights are read and steps compiled."""
+    """Check that no weights are read, and that nothing is compiled."""
     monkeypatch.setattr(
         "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )

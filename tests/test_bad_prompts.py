@@ -1,4 +1,4 @@
-"""What a call brings that cannot be served is refused in one line and harms no other; simulated."""
+"""Invalid prompts and arguments are refused in one line, and harm no other call; simulated."""
 
 import json
 import math
@@ -32,7 +32,7 @@ def shared(folder):
 
 @pytest.fixture
 def llm(shared):
-    """The LLM, in the middle of a stream, which goes on afterwards as if nothing had happened."""
+    """An LLM in the middle of a stream. After the test, the stream must continue unchanged."""
     expected = shared.generate([1, 2, 3], GREEDY, use_tqdm=False)[0].outputs
     stream = shared.generate_stream([1, 2, 3], GREEDY)
     next(stream)
@@ -106,7 +106,7 @@ def test_bad_options_of_a_call(llm, options, words):
 
 
 def talk(**fields):
-    """A conversation whose first message has other fields."""
+    """Return a conversation; `fields` replace fields of its first message."""
     return {"messages": [SAY[0] | fields, *SAY]}
 
 

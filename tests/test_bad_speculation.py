@@ -1,4 +1,4 @@
-"""Speculation that cannot be configured is refused by name and value."""
+"""Invalid settings of speculation are refused; errors name setting and value."""
 
 import json
 import math
@@ -129,7 +129,7 @@ def test_numpy_numbers_in_a_speculative_config():
 
 
 def test_many_drafts_are_warned_of():
-    """They would be compiled for minutes before anything is said; more than 64 are refused."""
+    """Without a warning, steps would compile for minutes. More than 64 drafts are an error."""
     assert SpeculativeConfig(**DRAFTER, num_speculative_tokens=16)
     for many in 17, 64:
         with pytest.warns(UserWarning, match=f"num_speculative_tokens={many}"):

@@ -1,7 +1,7 @@
-"""The demo checkpoints do what their cards and the README say, on prompts they were not trained on.
+"""The demo checkpoints reach the figures in their cards and the README, on unseen prompts.
 
-The measurement is `specjax bench`'s own. Acceptance is counted on outputs with few repeats: loops
-are easy to draft and would flatter it.
+`specjax bench` measures them. Acceptance is counted on outputs with little repetition, because
+loops are easy to draft.
 """
 
 import argparse
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.optimized  # as their figures are of programs that user
 
 
 def measure(*options):
-    """The figures of `specjax bench` by method and K."""
+    """Return the figures of `specjax bench` by method and K."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     figures, report = bench(read_settings(parser.parse_args(options)))
@@ -61,6 +61,6 @@ def test_more_drafts_are_accepted_at_greater_k(hybrid):
 
 
 def test_speculation_does_not_cost(figures):
-    """What it gains is the machine's: the README has 2.0 and 1.2 times, of two machines."""
+    """The gain depends on the machine: on two machines, it was 2.0 and 1.2 times (see README)."""
     best = max(f.ratio.median for (method, _), f in figures.items() if method in ("eagle3", "mtp"))
     assert best >= 0.9  # a busy machine, too

@@ -1,8 +1,8 @@
-"""A model as the drafter of another: what it keeps of every token is what running it anew gives.
+"""A model as a drafter: its cached values equal those of a new run over all tokens.
 
-With the target as its own drafter every draft is right, but only if no row is missing, old or out
-of place in the drafter's cache: after a round that accepted all its drafts or some, one without
-drafts, a cached prefix, or a preemption.
+If the target drafts for itself, every draft is right, unless a row of the drafter's cache is
+missing, outdated or misplaced. Rows may go wrong after rounds that accept all or some drafts, after
+rounds without drafts, after cached prefixes and after preemption.
 """
 
 import json
@@ -31,7 +31,7 @@ def folder(request, checkpoints):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    """The target drafts for itself, and K is another in every round."""
+    """An LLM whose target drafts for itself, with another K in every round."""
     with make_llm(folder, "draft_model", folder) as llm:
         llm.engine.set_policy(InTurn(3, 1, 0, 3, 0, 0, 1, 1, 3, 3))
         yield llm
@@ -49,7 +49,7 @@ def params_of(temperature):
 
 
 def assert_always_right(llm, plain, prompts, params):
-    """The tokens are those without drafts, and no draft that could have been accepted was not."""
+    """Check that tokens are as without drafts, and that all usable drafts were accepted."""
     before = llm.metrics()
     assert generate_tokens(llm, prompts, params) == generate_tokens(plain, prompts, params)
     after = llm.metrics()
@@ -92,7 +92,7 @@ def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
 
 @pytest.mark.slow
 def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
-    """Of a target that has no state, and would need no snapshots."""
+    """The target is not recurrent, so it would need no snapshots."""
     prompt = PROMPTS[5]
     longer = [*prompt, 3, 5]
     target, drafter = llama(checkpoints).folder, hybrid(checkpoints)
@@ -114,7 +114,7 @@ def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
 
 
 def test_it_drafts_nothing_after_the_positions_it_was_made_for(tmp_path, checkpoints):
-    """The same model, but for its number of positions."""
+    """The drafter is the target with a smaller maximum position."""
     folder, most = llama(checkpoints).folder, 48
     short = shutil.copytree(folder, tmp_path / "short")
     config = json.loads((short / "config.json").read_text())

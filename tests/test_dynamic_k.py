@@ -1,4 +1,4 @@
-"""K chosen anew in every step, by rules and by what was measured: tokens and counts on a device."""
+"""K that changes in every step, by rules and by measurements: tokens and counts on a device."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def llm(checkpoints, folder):
 
 @pytest.fixture(scope="module")
 def expected(folder):
-    """What an engine without a drafter makes of them."""
+    """The tokens of an engine without a drafter."""
     with make_llm(folder) as plain:
         return generate_tokens(plain, PROMPTS, PARAMS)
 
@@ -47,7 +47,7 @@ def test_adaptive_changes_nothing_but_k(llm, expected):
 
 
 def test_a_request_may_ask_for_fewer_drafts(llm):
-    """Together, where some ask for more than others, and alone."""
+    """Requests with different limits run together, and then one at a time."""
     limits = [0, 1, 2, None, 7]
     free = SamplingParams(temperature=0, max_tokens=20)
     params = [free.clone() for _ in limits]
@@ -100,7 +100,7 @@ def test_a_policy_that_measures_does_not_disturb_requests(llm, expected):
 
 
 def test_a_round_of_the_policy_before_teaches_nothing(llm):
-    """K = 3 is on its way when a policy comes that knows of 0 and 1."""
+    """A round with K = 3 is in flight when a policy is set that only knows K = 0 and 1."""
     engine = llm.engine
     engine.set_policy(StaticPolicy(K))
     (sample,) = engine.add(*requests_of(30, 1, first=200))

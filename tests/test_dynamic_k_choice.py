@@ -1,12 +1,11 @@
-"""Which K is chosen, and what a policy is taught: the host's part of dynamic K.
+"""Dynamic K on the host: which K is chosen, and which outcomes a policy observes.
 
-The device is simulated, and takes the time that it is told to; rounds of real ones are timed in the
-slow suite.
+The device and its times are simulated. Slow tests time rounds on a real device.
 """
 
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -57,7 +56,7 @@ def head(checkpoints):
 
 
 def make_llm(folder, head, **speculation):
-    """Rounds of one, two and four requests cost what a profile says of each; it may say K, too."""
+    """Return an LLM with the batch sizes of the profile. The profile may also set K."""
     speculation = {"num_speculative_tokens": None} | speculation
     batches = (1, 2, 4)
     return make_any_llm(folder, "eagle3", head, speculation=speculation, decode_batches=batches)
@@ -74,8 +73,7 @@ def llm(simulated_device, folder, head):
 
 @pytest.mark.parametrize("kind", ["profile", "table"])
 def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
-    """A profile's K says the most, too: 3 for one request, and none for three and four, padded
-    alike."""
+    """With the profile, 1 request has K = 3, and 3 or 4 requests have K = 0."""
     prompts = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i, ignore_eos=True)
@@ -106,7 +104,7 @@ def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
 
 
 def test_a_profile_is_of_a_model_and_a_device(tmp_path, checkpoints, folder, head, llm):
-    """Without force, those of another model are refused, and there is a warning of devices."""
+    """Without `dynamic_config_force`, another model is refused, and another device is warned of."""
     own = fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
     path = write_profile(tmp_path, measured={"model": own})
     make_llm(folder, head, dynamic_config_path=path).close()
@@ -143,7 +141,7 @@ def test_what_replicas_learned_is_averaged_by_their_rounds(tmp_path, folder, hea
 
 
 def test_what_was_learned_is_where_a_later_engine_begins(tmp_path, folder, head, llm):
-    """Times and rates, without replays; then it goes on learning."""
+    """The later engine starts with the saved times and rates, without replays, and learns on."""
     path = tmp_path / "learned.json"
     learned = GoodputPolicy(range(K + 1), None, Acceptance(K))
     llm.engine.set_policy(learned)
@@ -182,7 +180,7 @@ def test_a_profile_that_does_not_fit_is_refused_before_anything_is_loaded(tmp_pa
 
 
 def test_rates_are_of_drafts_that_could_have_stood():
-    """A third draft is not missed in a round of one; requests without drafts have no rates."""
+    """Drafts that a round does not have, and requests without drafts, do not count."""
     recorder, requests = Recorder(), requests_of(9, 2)
     short, long = (Sequence.of(request, 0, 0) for request in requests)
     long.token_ids *= 1500
@@ -208,24 +206,43 @@ SLEEP = 0.2  # far above what a busy machine takes for a tiny round
 
 
 @dataclass
-class LateArray(HostArray):
-    """Outputs that are there at a time."""
+class Clock:
+    """Time that passes when something sleeps, and hardly otherwise."""
 
+    seconds: float = 1.0
+
+    def __call__(self):
+        self.seconds += 1e-5
+        return self.seconds
+
+    def sleep_until(self, end):
+        self.seconds = max(self.seconds, end)
+
+
+@dataclass
+class LateArray(HostArray):
+    """Outputs that are ready at a given time."""
+
+    clock: Clock = field(default_factory=Clock)
     done: float = 0.0  # seconds
 
     def is_ready(self):
-        return time.perf_counter() >= self.done
+        return self.clock() >= self.done
 
     def __array__(self, *arguments, **options):
-        time.sleep(max(0.0, self.done - time.perf_counter()))
+        self.clock.sleep_until(self.done)
         return super().__array__(*arguments, **options)
 
 
 class TimedPrograms(SimulatedPrograms):
-    """A device that runs one program after another; rounds with drafts take long."""
+    """A simulated device that runs one program at a time, with slow rounds if they have drafts."""
 
     free_at = 0.0
     runs_at_once = False  # long programs run while they are launched, as at times on a CPU
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.clock = Clock()
 
     @property
     def compilations(self):
@@ -237,16 +254,15 @@ class TimedPrograms(SimulatedPrograms):
         if not isinstance(program, Begin | Decode):
             return result
         seconds = SLEEP if isinstance(program, Decode) and program.k else 0.01
-        wait = max(0.0, self.free_at - time.perf_counter())
-        self.free_at = time.perf_counter() + wait + seconds
+        self.free_at = max(self.free_at, self.clock()) + seconds
         if self.runs_at_once and seconds == SLEEP:
-            time.sleep(wait + seconds)
-        return LateArray(result.array, done=self.free_at)
+            self.clock.sleep_until(self.free_at)
+        return LateArray(result.array, clock=self.clock, done=self.free_at)
 
 
 @dataclass(frozen=True)
 class SlowDrafter(Stateless):
-    """Takes its time on the device to draft nonsense."""
+    """A drafter that sleeps on the device, and drafts the token 0."""
 
     def draft(self, target, params, state, context, k):
         def nap(tokens):
@@ -263,7 +279,8 @@ REAL = pytest.param("real", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", params=["simulated", REAL])
-def slow_engine(request, llm):
+def slow_device(request, llm):
+    """An engine on a slow device."""
     config = replace(llm.engine.config, max_num_seqs=2, decode_batches=(2,))
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
@@ -276,6 +293,13 @@ def slow_engine(request, llm):
     return engine
 
 
+@pytest.fixture
+def slow_engine(slow_device, monkeypatch):
+    if isinstance(slow_device.programs, TimedPrograms):
+        monkeypatch.setattr(time, "perf_counter", slow_device.programs.clock)
+    return slow_device
+
+
 def serve(engine, requests):
     samples = [sample for request in requests for sample in engine.add(request)]
     while engine.has_work:
@@ -283,13 +307,13 @@ def serve(engine, requests):
     return [sample.output for sample in samples]
 
 
-@pytest.mark.parametrize("slow_engine", ["simulated", "simulated_at_once", REAL], indirect=True)
+@pytest.mark.parametrize("slow_device", ["simulated", "simulated_at_once", REAL], indirect=True)
 def test_a_time_belongs_to_its_own_round(slow_engine):
-    """With a step in flight, results come while the next one runs; K changes every step."""
+    """K changes in every step, and results are read while the next round runs."""
     ks = iter([0, 2] * 100)
     watched = Recording((0, 2), lambda load: next(ks))
     slow_engine.set_policy(watched)
-    serve(slow_engine, requests_of(40))
+    serve(slow_engine, requests_of(18))
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
     # A round seems shorter by what the result before it was read late.
@@ -297,10 +321,10 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
 
 
 def test_chunks_are_no_part_of_a_round(slow_engine):
-    """Prompts take their time for every K, so that the time of a round must not include it."""
+    """Prompts take the same time for every K, so the time of a round must not include them."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
-    first, second = requests_of(30, 2)
+    first, second = requests_of(14, 2)
     slow_engine.add(first)
     for _ in range(8):
         slow_engine.step()
@@ -310,11 +334,11 @@ def test_chunks_are_no_part_of_a_round(slow_engine):
 
 
 def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
-    """Neither of the one that was in flight, nor of the one that is launched afterwards."""
+    """The timing affects neither the round in flight nor the round that is launched next."""
     watched, timed = Recording((2,), lambda load: 2), []
     watched.shape_ready = lambda batch, k, time: timed.append(time())
     slow_engine.set_policy(watched)
-    (request,) = requests_of(12, 1)
+    (request,) = requests_of(9, 1)
     slow_engine.add(request)
     for _ in range(4):
         slow_engine.step()
@@ -327,8 +351,7 @@ def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
-    """A logits processor that was not asked for before has its programs compiled behind the rounds
-    of the first."""
+    """A request with a new logits processor makes programs compile while rounds run."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
     serve(slow_engine, requests_of(12))

@@ -1,6 +1,6 @@
-"""The public doors on the real device: what the simulated one cannot say, drafts and plain.
+"""Calls of users on the real device, for facts that the simulated device cannot show.
 
-Everything else about streams, callers, aborts and errors is tested on the simulated device.
+All other tests of streams, callers, aborts and errors use the simulated device.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ HOT = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm(letters):
-    """With drafts."""
+    """An LLM with drafts."""
     with make_llm(letters, "ngram") as llm:
         yield llm
 
@@ -41,7 +41,7 @@ def plain(letters):
 
 
 def test_ends_of_sequence(llm, plain):
-    """Where a sample that ignores them has one, one that does not ends, but for min_tokens."""
+    """A sample ends where another sample that ignores EOS has one, unless min_tokens forbids it."""
     free = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
     tries = [replace(free, seed=seed) for seed in range(24)]
     whole = generate_tokens(llm, [[1, 2, 3]] * 24, tries)
@@ -58,7 +58,7 @@ def test_ends_of_sequence(llm, plain):
 
 
 def test_stops(llm, plain):
-    """Texts that end inside accepted runs, any others, and ids."""
+    """Stop texts that end inside an accepted run of drafts, other stop texts, and stop ids."""
     rng, wishes = np.random.default_rng(1), []
     prompts = rng.integers(0, LETTERS_EOS, (8, 12)).tolist()
     free = replace(FREE, max_tokens=32)
@@ -96,7 +96,10 @@ def test_stops(llm, plain):
 
 @pytest.mark.slow
 def test_a_logits_processor_that_raises_takes_nobody_along(letters, ragged_prompts):
-    """The device loses all it knew; the others run their tokens again, and the engine goes on."""
+    """The device loses its state.
+
+    Other requests recompute their tokens, and the engine continues.
+    """
 
     def check(length):
         if length >= 14:

@@ -1,4 +1,4 @@
-"""Options as a value, and what else vLLM's asynchronous scripts call; simulated."""
+"""`EngineArgs`, and other calls of vLLM's asynchronous scripts; simulated."""
 
 import asyncio
 import inspect
@@ -26,7 +26,7 @@ def expected(letters):
 
 
 def run(letters, script, **options):
-    """What a coroutine function returns of an AsyncLLM."""
+    """Run a coroutine function with an AsyncLLM, and return its result."""
     with simulated_engines(TextScript(VOCAB)):
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=letters, **SIZES | options))
     try:
@@ -65,7 +65,7 @@ def test_options_are_checked_where_they_are_written():
 
 
 def test_a_length_that_yarn_allows(checkpoints, letters):
-    """As Qwen3's card says, also where transformers has saved the config; one more is refused."""
+    """Qwen3's card describes this config. One more position is refused."""
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     folder = checkpoints.copy(letters, max_position_embeddings=40960, rope_scaling=rope)
     sizes = SIZES | {"max_model_len": 131072, "page_size": 1024}

@@ -1,4 +1,4 @@
-"""Exact mode: the same bits under any schedule, from one program for everything."""
+"""Exact mode: the same bits under any schedule, because all steps run the same programs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +45,7 @@ def llm(folder, head) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(llm):
-    """One request after another, without drafts."""
+    """The results of requests that run one at a time, without drafts."""
     llm.engine.set_policy(StaticPolicy(0))
     alone = [outcome(llm, [i])[0] for i in FORWARDS]
     assert llm.metrics().k_histogram.keys() <= {0, K}
@@ -54,7 +54,7 @@ def expected(llm):
 
 
 def outcome(llm, order, prompts=PROMPTS):
-    """Tokens and log-probabilities of every sample, of requests that come in this order."""
+    """Return the tokens and log-probabilities of every sample, for requests in this order."""
     results = generate(llm, [prompts[i] for i in order], [PARAMS[i] for i in order])
     found = dict(zip(order, results, strict=True))
     return [
@@ -77,7 +77,7 @@ def test_one_program_does_everything(llm, compilations):
 
 
 def test_the_same_bits_under_any_schedule(llm, expected):
-    """Tokens and log-probabilities, whatever K is, who runs beside whom, and who comes first."""
+    """Results do not depend on K, on other requests, or on the order of requests."""
     before = llm.metrics()
     assert outcome(llm, FORWARDS[::-1]) == expected
     metrics = llm.metrics()
@@ -93,7 +93,10 @@ def test_the_same_bits_under_any_schedule(llm, expected):
 
 @pytest.mark.slow
 def test_the_same_bits_with_a_drafter_and_without(checkpoints):
-    """In engines of other sizes, too. Of one layer: the programs differ, and so may deeper sums."""
+    """The engines also have other sizes. The model has one layer, because the programs differ.
+
+    In a deeper model, sums in different programs could round differently.
+    """
     target = checkpoints.target("llama", vocab_size=32, num_hidden_layers=1)
     head = checkpoints.eagle3(target, draft_vocab=20, num_aux=2).folder
     prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
@@ -108,7 +111,7 @@ def test_the_same_bits_with_a_drafter_and_without(checkpoints):
 
 
 def test_it_may_be_adaptive(folder, head, expected):
-    """All rounds cost the same, so all drafts are worth a try."""
+    """All rounds take the same time, so the largest K is best."""
     speculation = {"adaptive": True}
     with make_llm(folder, "eagle3", head, speculation=speculation, **EXACT) as llm:
         assert isinstance(llm.engine.scheduler.policy, GoodputPolicy)

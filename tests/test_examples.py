@@ -1,4 +1,4 @@
-"""The examples, and the code on pages: all run. GRPO's parts against rewrites by brute force."""
+"""The examples, and the code in the documentation. Parts of GRPO are compared with loops."""
 
 import ast
 import importlib
@@ -18,7 +18,9 @@ import optax
 import pytest
 from support.params import random_params
 from support.rollouts import made_rollout
+from support.weights import rewrite
 
+from specjax.checkpoint.demo import demo_folder
 from specjax.rl import RolloutBatch
 from specjax.train.target import demo_llama
 
@@ -40,7 +42,10 @@ PRINTED = {
 
 
 def python_of(page: str, kinds: str = "python") -> str:
-    """The Python on a page, all of it one script. What needs more than a CPU is marked `py`."""
+    """Return the Python code of a page as one script.
+
+    Blocks that need more than a CPU are marked `py`.
+    """
     blocks = rf"^```(?:{kinds})\n(.*?)^```"
     return "".join(re.findall(blocks, (ROOT / page).read_text(), re.S | re.M))
 
@@ -52,7 +57,7 @@ def test_python_on_pages_is_python(page):
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
-    """The examples' modules, which find each other as a script finds its neighbours."""
+    """The modules of the examples, which can import each other."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         yield {name: importlib.import_module(name) for name in NAMES}
@@ -71,7 +76,7 @@ def tiny() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def logprobs_of(examples, tiny) -> Callable[..., np.ndarray]:
-    """`token_logprobs` of at most VOCAB rows of at most five tokens: one shape, one program."""
+    """Return a function that calls `token_logprobs` with rows padded to one shape."""
     compiled = jax.jit(examples["grpo"].token_logprobs, static_argnums=0)
 
     def run(params, tokens):
@@ -128,7 +133,7 @@ def test_advantages_compare_answers_to_the_same_question(examples):
 
 
 def rollouts_of(*samples, prompts=None):
-    """A batch of (tokens, log-probabilities)."""
+    """Return a batch of rollouts, given pairs (tokens, log-probabilities)."""
     return RolloutBatch(
         made_rollout(prompts[i] if prompts else [1], *sample, sample_index=i)
         for i, sample in enumerate(samples)
@@ -152,7 +157,7 @@ def test_rows_hold_each_prompt_and_its_output(examples):
 
 
 def brute_force_loss(logprobs, rows, clip):
-    """Token by token: the worse of what the ratio and the clipped ratio promise."""
+    """Return the negative mean, over tokens, of the smaller of plain and clipped objective."""
     total = count = 0.0
     for i, t in np.ndindex(*logprobs.shape):
         if not rows.mask[i, t]:
@@ -177,7 +182,7 @@ def random_rows(examples, seed):
 
 
 def test_losses_are_the_clipped_surrogate_and_the_cross_entropy(examples):
-    """Of what the mask has, whatever stands elsewhere."""
+    """Values outside of the mask do not count."""
     losses = [jax.jit(examples["grpo"].grpo_loss), jax.jit(examples["grpo"].imitation_loss)]
     for seed in range(5):
         rows, logprobs = random_rows(examples, seed)
@@ -240,12 +245,43 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
     assert reason in capsys.readouterr().err
 
 
+@pytest.fixture(scope="module")
+def shallow(checkpoints) -> dict[str, str]:
+    """Return folders by demo name, with copies whose target has three of the twelve layers.
+
+    A program is faster to compile for fewer layers. The examples do not depend on their number.
+    """
+    target = checkpoints.copy(demo_folder("demo-llama"), num_hidden_layers=3)
+    deep = re.compile(r"model\.layers\.(?![012]\.)")
+    rewrite(
+        target / "model.safetensors",
+        lambda tensors: {name: x for name, x in tensors.items() if not deep.match(name)},
+    )
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    head = checkpoints.copy(demo_folder("demo-llama-eagle3"), **layers)
+    return {"demo-llama": str(target), "demo-llama-eagle3": str(head)}
+
+
+@pytest.fixture(scope="module")
+def scripts(shallow, tmp_path_factory) -> Path:
+    """Return a folder with copies of the examples that name the folders of `shallow`."""
+    folder = tmp_path_factory.mktemp("examples")
+    for script in EXAMPLES.glob("*.py"):
+        text = re.sub(r"demo-llama(-eagle3)?\b", lambda name: shallow[name[0]], script.read_text())
+        (folder / script.name).write_text(text)
+    return folder
+
+
 def run_script(script: Path, folder: Path | None = None, options: Sequence[str] = ()) -> str:
-    """What a script prints; it writes to `folder`."""
+    """Run a script in `folder`, and return its printed text.
+
+    The script's programs are compiled without optimisation, which takes less time.
+    """
+    own = {"JAX_COMPILATION_CACHE_DIR": str(PROGRAMS), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     result = subprocess.run(
         [sys.executable, str(script), *options],
         cwd=folder,
-        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)},
+        env=os.environ | own,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -263,8 +299,8 @@ def run_script(script: Path, folder: Path | None = None, options: Sequence[str] 
         for name in PRINTED
     ],
 )
-def test_scripts_run_and_print(name):
-    assert PRINTED[name] in run_script(EXAMPLES / f"{name}.py")
+def test_scripts_run_and_print(scripts, name):
+    assert PRINTED[name] in run_script(scripts / f"{name}.py")
 
 
 @pytest.mark.parametrize(
@@ -290,7 +326,10 @@ def test_links_of_pages_lead_to_files(page):
 
 
 @pytest.mark.slow
-def test_a_small_run_of_grpo(examples, tmp_path, capsys):
+def test_a_small_run_of_grpo(examples, shallow, tmp_path, capsys, monkeypatch):
+    for name in "TARGET", "DRAFTER":
+        demo = getattr(examples["grpo_engines"], name)
+        monkeypatch.setattr(examples["grpo_engines"], name, shallow[demo])
     options = "--steps 2 --questions 2 --samples 2 --imitation-steps 2 --refit-every 1"
     options += " --refit-steps 2 --held-out 4 --output"
     with jax.numpy_dtype_promotion("standard"):  # optax relies on it
@@ -309,11 +348,11 @@ def test_a_small_run_of_grpo(examples, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["folder", "wire"])
-def test_a_trainer_in_another_process_updates_a_server(transport):
-    """The example itself raises where an answer has other weights than those it has just sent."""
+def test_a_trainer_in_another_process_updates_a_server(scripts, transport):
+    """The example raises an error if an answer does not come from the weights it has just sent."""
     options = ["--steps", "2", "--questions", "2", "--samples", "2", "--imitation-steps", "2"]
     options += ["--held-out", "2", "--transport", transport]
-    told = run_script(EXAMPLES / "grpo_http.py", options=options)
+    told = run_script(scripts / "grpo_http.py", options=options)
     lines = [line.split() for line in told.splitlines()]
     steps = [line for line in lines if len(line) == 6 and line[0] in "12"]
     assert [step[0] for step in steps] == ["1", "2"]

@@ -1,4 +1,4 @@
-"""Chunks and a round in one program: the same tokens as in two, with every kind of cache."""
+"""Chunks and a round in one program give the tokens of two programs, for all kinds of caches."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ LENGTHS = (40, 3, 70, 1, 33, 20, 9, 50)  # of prompts: up to three chunks
 
 
 def make(checkpoints, name):
-    """An LLM of one model, with a drafter where there is one at hand."""
+    """Return an LLM of a model, with a drafter if there is one for it."""
     target = checkpoints.target(name)
     if name == "llama":
         return make_llm(target.folder, "eagle", checkpoints.eagle(target).folder)
@@ -27,7 +27,7 @@ def make(checkpoints, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "deepseek_v3", "gpt_oss", "gemma3_text"])
 def test_the_same_tokens_as_apart(checkpoints, name):
-    """With requests that come and go, some of them resumed, drawn, penalised, and reported."""
+    """Requests come, go and resume. Some are sampled, penalised, or report log-probabilities."""
     rng = np.random.default_rng(5)
     prompts = [rng.integers(1, 30, length).tolist() for length in LENGTHS]
     params = [

@@ -1,4 +1,4 @@
-"""Engines that run the GPU's kernels, interpreted, give the tokens of engines in plain JAX."""
+"""Engines with interpreted GPU kernels give the tokens of engines in plain JAX."""
 
 import pytest
 from support.engines import generate, make_llm, tokens_of
@@ -20,7 +20,7 @@ ASKED = [
 
 @pytest.fixture(scope="module")
 def models(checkpoints):
-    """Folder and drafter by kind: attention, with EAGLE-3; a hybrid of experts, with its own."""
+    """The folder and the drafter of two models: attention with EAGLE-3; a hybrid MoE with MTP."""
     llama = checkpoints.target("llama", **SIZES, **LLAMA)
     eagle = checkpoints.eagle3(llama, draft_vocab=40, head_dim=64, num_aux=2)
     qwen = checkpoints.mtp(checkpoints.target("qwen3_5_moe", **SIZES, **DELTA))
@@ -32,7 +32,7 @@ def models(checkpoints):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_moe"])
 def test_tokens_are_those_of_plain_jax(models, kind):
-    """Of engines with few shapes to compile, and one variant."""
+    """The engines have few shapes and one variant, so that little is compiled."""
     sizes = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16, "num_pages": 10}
     sizes |= {"page_size": 16, "decode_batches": None, "prefill_shapes": None}
     outputs = []

@@ -1,7 +1,7 @@
-"""Drafters that know the truth, or never tell it: every count of accepted drafts comes up.
+"""Drafters that are always right, always wrong, or mixed: every count of accepted drafts occurs.
 
-What an untrained head drafts is right by chance. Here drafts are what a table says, so that how
-many are accepted, and where a run of them ends, is up to the test.
+An untrained head is right only by chance. Here, drafts come from a table, so a test determines how
+many are accepted, and where accepted runs end.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ COUNTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generatio
 
 @dataclass(frozen=True)
 class KnowingDrafter(Stateless):
-    """Drafts what its parameters say: i32[R, L], the token of request r at position p.
+    """A drafter whose parameters i32[R, L] are the drafts: of request r, for position p.
 
-    A request is told by its prompt's second token, which is its number.
+    The second token of a request's prompt is its number r.
     """
 
     num_requests: int
@@ -49,14 +49,14 @@ class KnowingDrafter(Stateless):
 
 @dataclass(frozen=True)
 class Oracle:
-    """An engine whose drafter can be told the truth, lies, or both."""
+    """An engine whose drafter can be given right or wrong drafts."""
 
     engine: Engine
     prompts: list
     truth: np.ndarray  # i32[R, L], prompt and greedy continuation
 
     def run(self, table, max_tokens, stop_ids=()):
-        """(outputs, counts) of all prompts with drafts from `table`."""
+        """Run all prompts with the drafts in `table`. Return the outputs, and counts."""
         engine = self.engine
         engine.params = Params(engine.params.target, jnp.array(table, jnp.int32))
         before, greedy = engine.metrics(), SamplingParams(temperature=0)
@@ -102,8 +102,10 @@ def oracle(checkpoints):
     "share, max_tokens", [(0.0, 33), (0.7, 50), (1.0, 33), *((1.0, n) for n in range(1, 10))]
 )
 def test_counts_are_exact(oracle, share, max_tokens):
-    """Of a drafter that is wrong, right, or either at random: every accepted count comes up, from
-    every place in a page, and `max_tokens` may cut an accepted run."""
+    """Drafts are right, wrong or random: every count occurs, from every place in a page.
+
+    `max_tokens` may end an accepted run.
+    """
     is_right = np.random.default_rng(2).random(oracle.truth.shape) < share
     table = np.where(is_right, oracle.truth, (oracle.truth + 1) % VOCAB)
     outputs, counts = oracle.run(table, max_tokens)
@@ -122,7 +124,7 @@ def test_counts_are_exact(oracle, share, max_tokens):
 
 @pytest.mark.parametrize("place", range(10))
 def test_a_stop_id_may_stand_anywhere_in_an_accepted_run(oracle, place):
-    """It is kept, and nothing after it is put out."""
+    """The stop id is kept, and no token after it is put out."""
     stop = oracle.expected(0, 20)[place]
     outputs, counts = oracle.run(oracle.truth, 20, [VOCAB - 1, stop])
     for i, output in enumerate(outputs):

@@ -1,4 +1,4 @@
-"""Engines whose pages hold 8-bit numbers: speculation, preemption and prefixes change no token."""
+"""With 8-bit pages, speculation, preemption and cached prefixes change no token."""
 
 from typing import Any, NamedTuple
 
@@ -52,7 +52,7 @@ CASES = {
 
 
 def made(checkpoints, case):
-    """A folder that says few words, and the fields of its `speculative_config`."""
+    """Return a folder of a model with few likely tokens, and its `speculative_config`."""
     config = {"method": case.method, "num_speculative_tokens": K}
     if case.drafters:
         config["kv_cache_dtype"] = case.drafters
@@ -95,7 +95,7 @@ def test_random_schedules(checkpoints, name):
 
 
 def check_bytes(llm, case):
-    """Pools have their dtypes and scales, and as many bytes as was planned."""
+    """Check the dtypes, scales and planned bytes of the pools."""
     engine = llm.engine
     config, state, target = engine.config, engine.programs.state, engine.target
     stored, own = config.page_format, config.draft_page_format
@@ -120,7 +120,7 @@ def check_bytes(llm, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "latents"])
 def test_on_two_devices_tokens_are_the_same(checkpoints, name):
-    """Each has the pages of its heads, and their scales; of latents, each has all."""
+    """Each device has the pages and scales of its heads. Each has all pages of latents."""
     case = CASES[name]
     folder, config = made(checkpoints, case)
     prompts = random_prompts(5, 33, 18, 1, vocab_size=VOCAB)

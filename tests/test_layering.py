@@ -31,7 +31,8 @@ LAYERS = [
     ["specjax.rl", "specjax.bench"],
     ["specjax.ray", "specjax.server"],
     ["specjax.commands"],
-    ["specjax.cli", "specjax.__main__", "specjax"],
+    ["specjax.cli", "specjax"],
+    ["specjax.__main__"],
 ]
 RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
 # Everything that these import; None is any package.
@@ -54,14 +55,17 @@ def is_kin(one: str, other: str) -> bool:
 
 
 def area(module: str) -> str | None:
-    """The longest entry of LAYERS that holds the module; "specjax" holds only itself."""
+    """Return the longest entry of LAYERS that contains the module.
+
+    "specjax" contains only itself.
+    """
     fitting = [p for p in RANKS if is_within(module, p) and (p != "specjax" or module == p)]
     return max(fitting, key=len, default=None)
 
 
 @cache
 def read_sources() -> dict[str, str]:
-    """Every module of the two packages by its name."""
+    """Return the source of every module of the two packages, by name."""
     sources = {}
     for package in "specjax", "pallas_kernels":
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -73,7 +77,7 @@ def read_sources() -> dict[str, str]:
 
 @cache
 def imports(source: str) -> list[tuple[str, str, bool]]:
-    """Every (package, name) that is imported, and whether inside a function."""
+    """Return each imported (package, name), and whether the import is inside a function."""
     found, tree = [], ast.parse(source)
     functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef)]
     inner = {node for function in functions for node in ast.walk(function)}
@@ -87,7 +91,7 @@ def imports(source: str) -> list[tuple[str, str, bool]]:
 
 
 def violations(sources: dict[str, str]) -> list[str]:
-    """What breaks the order, one line each."""
+    """Return a line for each violation of the import order."""
     found = []
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
@@ -122,7 +126,7 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 def shared_names(sources: dict[str, str]) -> list[str]:
-    """Public classes of one name in two modules, one line each."""
+    """Return a line for each name that public classes in several modules have."""
     places: dict[str, list[str]] = {}
     for module, source in sources.items():
         for node in ast.parse(source).body:

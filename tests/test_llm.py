@@ -1,4 +1,4 @@
-"""The public door: what goes in, and what comes out."""
+"""The public class `LLM`: its inputs and outputs."""
 
 import json
 from dataclasses import replace
@@ -30,7 +30,7 @@ def target(checkpoints):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, target):
-    """With speculation, a tokenizer of single bytes and a chat template."""
+    """An LLM with speculation, a tokenizer of single bytes and a chat template."""
     folder = with_bytes(checkpoints, target.folder)
     template = (
         "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -43,7 +43,7 @@ def llm(checkpoints, target):
 
 @pytest.fixture(scope="module")
 def ids_only(target):
-    """Without a tokenizer."""
+    """An LLM without a tokenizer."""
     with simulated_llm(target.folder, **SIMULATED) as llm:
         yield llm
 
@@ -96,7 +96,7 @@ def test_text_of_an_output(llm, ids_only):
 
 
 def test_no_max_tokens_goes_to_the_end(target, ids_only):
-    """Even with the smallest settings that hold one request, which serve several in turn."""
+    """Pages suffice for one request of full length, so several requests take turns."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     (cut,) = generate_tokens(ids_only, [1] * 60, replace(params, max_tokens=50))
     assert len(cut) == MAX_LEN - 60
@@ -177,7 +177,7 @@ def test_what_it_is_shows(llm, target):
 
 
 def test_a_model_value_with_params(target):
-    """Tokens of the simulated device hang on the weights here."""
+    """With this script, tokens of the simulated device depend on the weights."""
     model, params = load_model(target.folder, np.dtype(np.float32))
     plain = replace(GREEDY, ignore_eos=True)
     with simulated_engines(), LLM(model, params=params, verbose=False, **SETTINGS) as llm:
@@ -193,7 +193,7 @@ def test_a_model_value_with_params(target):
 @pytest.mark.parametrize("which", ["llm", "ids_only"])
 @pytest.mark.parametrize("seed", [4, None])
 def test_samples_are_those_of_single_requests(request, ragged_prompts, which, seed):
-    """With the seeds that are derived for them, whatever part of the prompt they share."""
+    """Samples equal single requests with the derived seeds, for any shared part of a prompt."""
     llm, prompts = request.getfixturevalue(which), ragged_prompts(1, 16, 17, 45)
     params = SamplingParams(temperature=1.2, seed=seed, n=3, max_tokens=9, ignore_eos=True)
     results = generate(llm, prompts, params)
@@ -209,7 +209,7 @@ def test_samples_are_those_of_single_requests(request, ragged_prompts, which, se
 
 
 def test_more_samples_than_run_at_once(llm):
-    """Greedy ones are all the same, and each ends by itself."""
+    """Greedy samples are all equal, and sampled ones end at different lengths."""
     before = llm.metrics()
     params = SamplingParams(temperature=0, n=5, max_tokens=7, ignore_eos=True)
     for result in generate(llm, [[1, 2, 3], [4] * 40], params):

@@ -1,7 +1,7 @@
-"""Log-probabilities are the model's own, whichever way a token came to be.
+"""Log-probabilities are the model's own for every token, whether drafted or not.
 
-The oracle is transformers' log_softmax over the finished text, one forward pass; for the processed
-ones, what `support.asked.Asked` makes of its logits.
+The oracle is transformers' log_softmax over the finished text. For processed log-probabilities,
+`support.asked.Asked` processes transformers' logits.
 """
 
 import math
@@ -42,7 +42,7 @@ PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB)
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    """A target with a tokenizer of single characters, and no end."""
+    """A target with a tokenizer of single characters, and without an end of sequence."""
     folder = of_few_words(checkpoints, llama(checkpoints).folder)
     return checkpoints.with_letters(without_end(checkpoints, folder))
 
@@ -68,7 +68,7 @@ def plain(folder):
 
 @pytest.fixture(scope="module")
 def logits_after(folder):
-    """transformers' logits f64[L, V] after each token of a text."""
+    """Return a function that returns transformers' logits f64[L, V] after each token of a text."""
     import torch
     import transformers
 
@@ -82,9 +82,9 @@ def logits_after(folder):
 
 
 def assert_entry(entry, token, num_top, expected):
-    """An entry names its token, then the likeliest, as `expected` f64[V] has them.
+    """Check that an entry has its token, then the most likely tokens, with `expected` f64[V].
 
-    What cannot be drawn has no rank of its own.
+    A token that cannot be drawn has no rank.
     """
     assert next(iter(entry)) == token and entry[token].logprob > -math.inf
     assert len(entry) == num_top + (token not in list(entry)[1:] and entry[token].rank > num_top)
@@ -101,7 +101,7 @@ def assert_entry(entry, token, num_top, expected):
 
 
 def assert_raw(output, params, logits_after):
-    """All that is reported of a prompt and its outputs is what transformers says."""
+    """Check all reported log-probabilities of a prompt and its outputs against transformers."""
     prompt = output.prompt_token_ids
     for sample in output.outputs:
         if params.logprobs is None:
@@ -146,7 +146,7 @@ def without_logprobs(outputs):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_accepted_recovered_and_bonus_tokens(llm, plain, logits_after, temperature):
-    """All have the model's log-probabilities, with speculation and without."""
+    """All of them have the model's log-probabilities, with speculation and without."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=24, logprobs=i % 6)
         for i in range(len(PROMPTS))
@@ -167,9 +167,9 @@ def test_accepted_recovered_and_bonus_tokens(llm, plain, logits_after, temperatu
 
 
 def test_requests_that_ask_beside_ones_that_do_not(llm, logits_after):
-    """Of prompts longer than a chunk, and of ones that bring nothing but a first token.
+    """Some prompts are longer than a chunk, and some requests generate only one token.
 
-    Of several samples all but the first prefill only the end of what they share.
+    All samples but the first prefill only the end of the prompt.
     """
     wishes = [{}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"logprobs": 0}, {}, {"logprobs": 20}]
     wishes += [{"logprobs": (None, 0, 4)[i % 3], "prompt_logprobs": i % 5} for i in range(6)]
@@ -195,7 +195,7 @@ def test_tokens_come_with_their_text(llm):
 
 
 def test_a_stop_cuts_them_with_the_tokens(llm, logits_after):
-    """By its text or its id, wherever it falls in an accepted run."""
+    """A stop text or stop id may be anywhere in an accepted run."""
     runs, commit = [], llm.engine.scheduler.commit
 
     def watched(plan, outputs):
@@ -224,7 +224,7 @@ def test_a_stop_cuts_them_with_the_tokens(llm, logits_after):
 
 @pytest.mark.parametrize("is_simulated", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simulated):
-    """The default of max_logprobs is no obstacle to it."""
+    """The default of max_logprobs may be larger than the vocabulary."""
     small = checkpoints.target("llama", vocab_size=12)
     with simulated_engines() if is_simulated else nullcontext(), make_llm(small.folder) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, logprobs=12)
@@ -237,7 +237,7 @@ def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simu
 @pytest.mark.slow
 @pytest.mark.parametrize("method", VERIFICATIONS)
 def test_other_verifications_report_the_model_too(folder, head, logits_after, method):
-    """In steps that report them and do nothing else."""
+    """The steps report log-probabilities, and do no other optional work."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 0, 1:
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, logprobs=3)
@@ -274,7 +274,7 @@ SHAPED = [
 
 
 def test_processed_ones_are_of_what_was_drawn_from(folder, head, logits_after, asked):
-    """Nine requests of different shapes, two at a time. Prompts are not drawn: they stay raw."""
+    """Requests have different options and run two at a time. Prompt log-probabilities stay raw."""
     params = [
         SamplingParams(seed=i, max_tokens=16, logprobs=4, prompt_logprobs=i % 3, **fields)
         for i, fields in enumerate(SHAPED)

@@ -1,8 +1,7 @@
-"""Ways of drafting beside everything else: what comes out is what comes without drafts.
+"""Each method of drafting, with all other features: outputs are as without drafts.
 
-One engine of each method, made for rollouts, serves random schedules whose K changes and updates of
-weights; an exact one, which has a program for everything, follows grammars as well; and a third
-verifies in another way.
+For each method, one engine for rollouts serves random schedules with changing K, and weight
+updates. A second engine in exact mode also follows grammars. A third one verifies in another way.
 """
 
 from collections.abc import Callable, Iterator
@@ -76,7 +75,7 @@ every_kind = pytest.mark.parametrize(
 
 
 class Served(NamedTuple):
-    """A way of drafting, engines with it and without, and what makes other LLMs with it."""
+    """A way of drafting, engines with and without it, and a function that makes LLMs with it."""
 
     way: Way
     drafting: RolloutEngine
@@ -85,7 +84,7 @@ class Served(NamedTuple):
 
 
 def head_of(checkpoints, name) -> Path | None:
-    """The folder of a drafter; None if it needs none."""
+    """Return the folder of a drafter; None if it needs no separate checkpoint."""
     if name == "draft_model of other tokens":
         return other_letters(checkpoints)
     method = WAYS[name].method
@@ -122,7 +121,7 @@ def served(request, checkpoints, process) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts, and requests at temperature 0 and above it."""
+    """Prompts, and parameters at temperature 0 and above."""
     prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=EOS, seed=5)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
@@ -133,7 +132,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
 
 @every_way
 def test_random_schedules(served):
-    """Requests join, leave, share prefixes and are preempted; K is another in every round."""
+    """Requests join, leave, share prefixes and are preempted. K changes in every round."""
     found = Found()
     for seed in range(5):
         found += run_real_schedule(served.drafting._llm, served.plain._llm, seed)
@@ -149,7 +148,7 @@ def test_random_schedules(served):
 
 @every_kind
 def test_exact_mode(served, asked):
-    """The same bits with drafts and without, alone and in company, with a grammar and without."""
+    """Bits are equal with and without drafts, other requests and grammars."""
     prompts, params = asked
     params = [
         replace(one, logprobs=2, structured_outputs=grammar, ignore_eos=grammar is None)
@@ -171,7 +170,7 @@ def test_exact_mode(served, asked):
 
 @every_kind
 def test_other_verifications(served, asked):
-    """The greedy tokens are the same; the others are as many as asked for."""
+    """Greedy tokens are equal; sampled outputs have the requested length."""
     prompts, params = asked
     with served.make(speculation={"verification": served.way.verification}) as llm:
         found = generate_tokens(llm, prompts, params)
@@ -183,7 +182,7 @@ def test_other_verifications(served, asked):
 
 @every_way
 def test_updates(served, asked):
-    """Of the target, then of the drafter: the same rollouts, whatever the drafter is."""
+    """After updates of the target and of the drafter, rollouts are as without a drafter."""
     prompts, params = asked
     weights = moved(served.plain.params.target)
     for engine in served.drafting, served.plain:

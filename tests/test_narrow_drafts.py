@@ -1,4 +1,4 @@
-"""Drafters whose heads and layers have 8 or 4 bits: drafts may change, outputs do not."""
+"""Drafters with heads and layers in 8 or 4 bits: drafts may change, but outputs do not."""
 
 import json
 
@@ -20,7 +20,7 @@ PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.
 
 
 def drafters(checkpoints):
-    """A target, a method and a drafter's folder, of each kind of head that drafts may come from."""
+    """Return (target, method, drafter) for each kind of head that drafts may come from."""
     target = llama(checkpoints)
     tied = checkpoints.target("llama", seed=1, vocab_size=VOCAB, tie_word_embeddings=True)
     return {
@@ -41,7 +41,7 @@ def relative_error(made, weights):
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != KINDS[2]))
                                   for k in KINDS])  # fmt: skip
 def test_outputs_are_those_without_drafts(checkpoints, kind):
-    """By seeds. The target keeps its head."""
+    """Tokens are sampled with fixed seeds. The target's head is not quantised."""
     folder, *drafter = drafters(checkpoints)[kind]
     prompts, made = random_prompts(5, 20, 33, vocab_size=VOCAB), []
     narrow = {"head_dtype": "int8", "quantization": "fp8"}
@@ -58,7 +58,7 @@ def test_outputs_are_those_without_drafts(checkpoints, kind):
 
 
 def test_the_copy_follows_the_target(checkpoints):
-    """It is rounded, and a new one is made when the weights are new, asleep or not."""
+    """New weights also replace the drafter's quantised copy of the head, even while asleep."""
     target = llama(checkpoints)
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K, "head_dtype": "int8", "quantization": "int8"}
@@ -115,7 +115,7 @@ def test_what_is_quantised_already_is_refused(checkpoints):
 
 
 def test_layers_that_int4_cannot_hold_are_counted_in_the_log(checkpoints, caplog):
-    """Of one layer with 32 inputs, and of the matrix that joins its two inputs: none fits."""
+    """None of the head's matrices has the 128 inputs of a group."""
     target = llama(checkpoints)
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K, "quantization": "int4"}
@@ -128,7 +128,7 @@ def test_layers_that_int4_cannot_hold_are_counted_in_the_log(checkpoints, caplog
 
 
 def test_info_counts_the_copy(checkpoints, capsys):
-    """A module of fewer bits, with one byte per weight of the head, and a scale per token."""
+    """The copy of the head has one byte per weight, and a scale per token."""
     folder, found = hybrid(checkpoints), []
     config = {"method": "mtp", "num_speculative_tokens": K}
     for own in {}, {"head_dtype": "fp8"}, {"quantization": "fp8"}:

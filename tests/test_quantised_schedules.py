@@ -1,6 +1,6 @@
-"""Engines with quantised weights and pages: drafts, preemption, prefixes and async change no token.
+"""With quantised weights and pages, drafts, preemption, prefixes and async change no token.
 
-Seeds draw tokens that plain decoding by the same quantised model draws.
+Tokens are compared with plain decoding by the same quantised model.
 """
 
 import pytest

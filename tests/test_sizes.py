@@ -1,4 +1,4 @@
-"""No file, function or list of parameters is longer than a reader can hold in mind."""
+"""No file, function or list of parameters is longer than a reader can keep in mind."""
 
 import ast
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ EXCEPTIONS = {
 
 
 def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
-    """Every function by its dotted name."""
+    """Yield every function with its dotted name."""
     for node in ast.iter_child_nodes(tree):
         name = owner
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -42,7 +42,7 @@ def functions(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, ast.Functio
 
 
 def too_large(where: str, source: str) -> Iterator[str]:
-    """What exceeds a limit in a file, named as in `EXCEPTIONS`."""
+    """Yield everything in a file that exceeds a limit, named as in `EXCEPTIONS`."""
     max_lines = TEST_FILE_LINES if where.startswith("tests/") else FILE_LINES
     if len(source.splitlines()) > max_lines:
         yield where

@@ -1,9 +1,9 @@
-"""Speculation changes nothing but the number of steps: same tokens with and without, always.
+"""Speculation gives the same tokens as plain decoding, in fewer steps.
 
-Heads here are untrained: they are right now and then at temperature 0, for the models say little
-but eight tokens, and often above it, where drafts and target share their noise. Drafters that know
-the truth, or never tell it, are in test_known_drafts.py. A hybrid drafts with its own module, and
-goes on from recurrent states.
+The heads are untrained. At temperature 0, they are sometimes right, because the models mostly
+predict eight tokens. Above it, they are often right, because drafts and target share their noise.
+Drafters that are always right or wrong are in test_known_drafts.py. A hybrid model drafts with its
+own module, and resumes from recurrent states.
 """
 
 from collections import Counter
@@ -38,7 +38,7 @@ TEMPERATURES = (0.0, 0.8)
 
 @dataclass(frozen=True)
 class Work:
-    """Prompts with their sampling parameters, and what plain decoding makes of them."""
+    """Prompts with their sampling parameters, and the outputs of plain decoding."""
 
     prompts: list
     params: list
@@ -53,7 +53,7 @@ SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARA
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
 def pair(request, checkpoints, process):
-    """An engine with drafts, and one of the same target without."""
+    """An engine with drafts, and an engine of the same target without drafts."""
     method, head = request.param, None
     if method == "eagle3":
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
@@ -69,20 +69,20 @@ def pair(request, checkpoints, process):
 
 @pytest.fixture
 def llm(pair):
-    """The engine with drafts; tests that want another K set it for themselves."""
+    """The engine with drafts, at K. Tests that need another K set it."""
     pair[0].engine.set_policy(StaticPolicy(K))
     return pair[0]
 
 
 def generate_alone(llm, prompts, params):
-    """One request after another, so that none has company."""
+    """Run the requests one at a time."""
     pairs = zip(prompts, params, strict=True)
     return [generate_tokens(llm, *pair)[0] for pair in pairs]
 
 
 @pytest.fixture(scope="module")
 def works(pair):
-    """The same prompts, ragged in length, at temperature 0 and above it."""
+    """The same prompts, of various lengths, at temperature 0 and above it."""
     prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=VOCAB)
 
     def work(temperature):
@@ -97,7 +97,7 @@ def works(pair):
 
 
 def assert_same(llm, work, outputs):
-    """Equal tokens. Above temperature 0, two scores within 2e-4 may part ways."""
+    """Check that tokens are equal, except after near-ties above temperature 0."""
     make = llm.request_maker.make
     pairs = enumerate(zip(work.prompts, work.params, strict=True))
     requests = [(make(prompt, params, i, f"prompt {i}"), 0) for i, (prompt, params) in pairs]
@@ -132,7 +132,7 @@ def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_k_may_change_every_step(llm, works, temperature):
-    """Up to 4 run at once; requests end at different times, and the others wait for a slot."""
+    """At most 4 requests run at once. The others wait until a request ends."""
     work = works[temperature]
     llm.engine.set_policy(InTurn(0, K, 1))
     before = llm.metrics().k_histogram
@@ -143,9 +143,9 @@ def test_k_may_change_every_step(llm, works, temperature):
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_samples_give_the_tokens_of_plain_decoding(llm, pair, works, compilations, temperature):
-    """Of prompts that share whole pages, a part of one, or nothing; more of them than slots.
+    """Prompts share whole pages, a part of a page, or nothing. There are more samples than slots.
 
-    Nothing compiles for it.
+    Nothing is compiled.
     """
     whole = works[temperature].prompts[: 8 if temperature else 4]
     params = [replace(one, n=3, seed=one.seed + 100) for one in works[temperature].params]
@@ -173,10 +173,10 @@ def test_compilations_are_seen(compilations):
 
 
 def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypatch):
-    """All others are forbidden to JAX, and every way to wait for an array is watched.
+    """JAX refuses all other transfers, and every way to wait for an array is watched.
 
-    Chunks are two programs. Requests that take their slots bring an array of their own, and so do
-    snapshots of their states.
+    Chunks are two programs. Requests that get a slot, and snapshots of states, have a further array
+    each.
     """
     moved, runs, is_reading = {"out": 0, "copies_ahead": 0}, Counter(), False
 

@@ -1,4 +1,4 @@
-"""Rounds in which only some requests draft: the same tokens, in one program and in two."""
+"""Split rounds, in which only some requests draft: same tokens, in one program or in two."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ PARAMS = [
 
 
 def make(checkpoints, name, **options):
-    """An LLM with two batch sizes; without all shapes ahead, joint programs are compiled."""
+    """Return an LLM with two batch sizes."""
     target = checkpoints.target(name)
     if name == "llama":
         arguments = target.folder, "eagle", checkpoints.eagle(target).folder
@@ -42,7 +42,7 @@ def make(checkpoints, name, **options):
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 def test_the_same_tokens_as_without_splits(checkpoints, name, is_async):
-    """Requests come, go and are resumed; some are drawn, and one has two samples."""
+    """Requests come, go and resume. Some are sampled, and one has two samples."""
     with make(checkpoints, name, async_scheduling=is_async) as llm:
         engine, programs = llm.engine, llm.engine.programs
         engine.set_policy(StaticPolicy(K))

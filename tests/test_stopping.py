@@ -1,8 +1,8 @@
-"""An output ends where its text, a stop id or its length says, wherever in a step that falls.
+"""An output ends at its stop text, stop id or length, anywhere within a step.
 
-On a simulated device, whose accepted runs have all lengths, so that ends lie inside them. The
-oracle decodes every prefix of the output that was not stopped, and cuts where a stop text first
-shows. What it says is asked of the real device in test_end_to_end.py.
+A simulated device has accepted runs of all lengths, so that ends lie inside them. The oracle
+decodes every prefix of an unstopped output, and cuts at the first stop text. test_end_to_end.py
+checks the same on the real device.
 """
 
 import re
@@ -40,7 +40,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def engines():
-    """With drafts and without: words that come again now and then, line ends, and ends."""
+    """Engines with and without drafts, whose outputs have repeated words, line ends and EOS."""
     demo = demo_folder("demo-llama")
     tokenizer = load_tokenizer(demo)
     pieces = [tokenizer.decode([i]) for i in range(VOCAB)]
@@ -71,10 +71,10 @@ def longs(llm):
 
 @pytest.mark.parametrize("k, is_async", [(K, True), (K, False), (5, True), (0, True)])
 def test_any_texts(llm, longs, k, is_async):
-    """A hundred requests in two slots and nine pages, which those that stop leave to others.
+    """A hundred requests share two slots and nine pages.
 
-    Some texts show with the first token, some before `min_tokens`, and some never. Accepted tokens
-    past them do not stand, and are not counted.
+    Some stop texts occur with the first token, some before `min_tokens`, and some never. Accepted
+    tokens after a stop text are dropped, and not counted.
     """
     rng = np.random.default_rng(k)
     chosen = [longs[i] for i in rng.integers(0, len(longs), 100)]
@@ -107,7 +107,7 @@ def test_any_texts(llm, longs, k, is_async):
 
 
 def test_samples_stop_each_by_itself(llm, longs):
-    """The first one to stop frees its pages, the shared ones with the last."""
+    """A sample that stops frees its own pages. The shared pages are freed with the last sample."""
     prompt, stop = longs[8].prompt, ("e", " 2", "\n")
     free = replace(longs[8].params, n=4, max_tokens=40)
     (whole,) = generate(llm, prompt, free)
@@ -120,7 +120,7 @@ def test_samples_stop_each_by_itself(llm, longs):
 
 
 def test_stop_ids(engines, longs):
-    """The first of them ends the output and stays, without its text; also inside a run."""
+    """The first stop id ends the output, also inside a run. It is kept, but adds no text."""
     params = []
     for i, long in enumerate(longs):
         ids = [long.token_ids[j] for j in (11 + i, 30)]
@@ -141,12 +141,12 @@ def assert_ended(llm, output, token_ids, reason):
 
 
 def test_ends_of_sequence(engines, longs):
-    """They may be ignored, as the long ones do, and may be stop ids like any other."""
+    """EOS may be ignored, and it may be one of the stop ids."""
     ended = [(long, long.token_ids.index(EOS)) for long in longs if EOS in long.token_ids[2:40]]
     assert len(ended) >= 3
 
     def outputs(llm, num_more=0, **changes):
-        """Of each, with its tokens that nothing stops and the place of the end in them."""
+        """Return (output, tokens without stops, index of EOS in these tokens) for each request."""
         params = [
             replace(long.params, min_tokens=num_more and place + num_more, **changes)
             for long, place in ended

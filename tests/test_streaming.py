@@ -1,4 +1,7 @@
-"""Outputs that grow: each goes on from the one before, and who fails, stops or leaves is alone."""
+"""Growing outputs: each continues the one before, and other requests are not disturbed.
+
+A request may fail, stop or be left by its reader.
+"""
 
 from dataclasses import replace
 from functools import reduce
@@ -30,7 +33,7 @@ SCRIPT = TextScript(VOCAB, ids=(*LETTERS, *LETTERS, *range(VOCAB)))
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    """A target with a tokenizer of single bytes, few of which are characters by themselves."""
+    """A target with a tokenizer of single bytes, most of which are only parts of characters."""
     letters = [pre_tokenizers.ByteLevel().pre_tokenize_str(chr(b))[0][0] for b in range(0x61, 0x7B)]
     rest = [one for one in sorted(pre_tokenizers.ByteLevel.alphabet()) if one not in letters]
     letters += rest[len(letters) - VOCAB :]
@@ -45,14 +48,14 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Without speculation, and by priority."""
+    """An LLM without speculation, which schedules by priority."""
     options = SETTINGS | {"scheduling_policy": "priority"}
     with simulated_llm(folder, script=SCRIPT, **options) as plain:
         yield plain
 
 
 def grown(llm, prompts, params):
-    """The outputs of each request."""
+    """Return the list of streamed outputs of each request."""
     found: dict[str, list] = {}
     for output in llm.generate_stream(prompts, params):
         found.setdefault(output.request_id, []).append(output)
@@ -60,7 +63,7 @@ def grown(llm, prompts, params):
 
 
 def run(engine):
-    """All samples that grew or ended in any step, until nothing is left to do."""
+    """Run the engine until it is idle; return all samples that grew or ended, step by step."""
     touched = []
     while engine.has_work:
         touched += engine.step()
@@ -119,7 +122,7 @@ def test_prompts_grow_side_by_side(llm, ragged_prompts):
 
 
 def test_a_text_that_may_become_a_stop_is_held_back(llm):
-    """What has been shown is never taken back, wherever the stop text begins."""
+    """Text that was shown is never taken back, wherever a stop text begins."""
     text = generate(llm, [1, 2, 3], HOT)[0].outputs[0].text
     for start in 2, 7, 11:
         stop = text[start : start + 4]
@@ -140,7 +143,7 @@ def test_a_text_that_may_become_a_stop_is_held_back(llm):
 
 
 def test_half_characters_are_held_back(llm):
-    """Of tokens that are bytes, and of byte tokens, one of which may spoil a whole run."""
+    """Tokens are bytes, or SentencePiece's byte tokens, of which one can make a run invalid."""
     rng = np.random.default_rng(0)
     runs = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)} | {"a": 256}, []))
     runs.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -222,7 +225,7 @@ def test_the_lowest_priority_goes_first(plain):
 
 
 def test_ids_are_those_of_one_request_each(llm):
-    """Requests without an id are numbered, and pass over numbers that users have given."""
+    """Requests without an id are numbered, without the numbers that users gave as ids."""
     (output,) = generate(llm, [1], GREEDY)
     name = str(int(output.request_id) + 3)
     one = llm.start(llm.make_request([1, 2], GREEDY, request_id=name))
@@ -245,8 +248,10 @@ def test_ids_are_those_of_one_request_each(llm):
 
 
 class Failing:
-    """A watch of texts or a grammar that raises at the third token, or when asked for masks the
-    third time, while a round of others is on its way."""
+    """A watch or grammar that raises at the third token, or at the third request for masks.
+
+    Meanwhile, a round of other requests is in flight.
+    """
 
     stop_reason, text, stable, is_finished = None, "", "", False
 
@@ -323,7 +328,7 @@ def test_a_text_that_cannot_be_had_fails_alone(llm, ragged_prompts):
 
 
 def fail_at(owner, name, count, error):
-    """A method that raises from its `count`th call on."""
+    """Make a method raise `error` after `count` calls, inside a `with` block."""
     original, calls = getattr(owner, name), iter(range(count))
 
     def failing(*arguments):
@@ -352,7 +357,7 @@ def test_requests_are_added_together_or_not_at_all(llm):
     ],
 )
 def test_an_interrupt_or_error_anywhere_leaves_a_usable_llm(llm, ragged_prompts, where, error):
-    """It ends all there is, and nothing waits for what was lost."""
+    """All requests end, and nothing waits for lost results."""
     prompts, params = ragged_prompts(9, 2, 50, 1, 33), replace(GREEDY, max_tokens=8)
     expected = generate_tokens(llm, prompts, params)
     *owner, name = where.split(".")

@@ -1,7 +1,7 @@
-"""The stress of accepted counts finds nothing, and would: counts that go wrong show in the tokens.
+"""The stress test of accepted counts passes, and it would detect wrong counts.
 
-The benchmark runs it at length; this is 128 generations of it, and 64 in exact mode, with its
-weights in a model of the tests' sizes.
+The benchmark runs it for long. Here it runs 128 generations, and 64 in exact mode, in a model of
+the tests' sizes.
 """
 
 import argparse
@@ -35,7 +35,7 @@ OPTIONS = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
 
 @contextmanager
 def late_counts(engine: Engine, program: type) -> Iterator[None]:
-    """After every run of one of a step's programs, counts of accepted tokens are those before."""
+    """After each run of a program of this type, restore the counts of accepted drafts before it."""
     programs = engine.programs
     run, before = programs.run, np.asarray(programs.state.pending)
 
@@ -57,7 +57,7 @@ def late_counts(engine: Engine, program: type) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Served:
-    """The benchmark, and a small hybrid with speculation in many slots and without in one."""
+    """The benchmark, and a small hybrid: with speculation in many slots, and plain in one slot."""
 
     stress: Any
     llm: LLM
@@ -65,7 +65,7 @@ class Served:
     settings: argparse.Namespace
 
     def run(self, **sizes: Any) -> tuple[int, dict[str, Any]]:
-        """The exit code and the result of the benchmark at these sizes."""
+        """Run the benchmark at these sizes; return its exit code and result."""
         settings = argparse.Namespace(**vars(self.settings) | sizes)
         source = self.stress.provenance()
         code = self.stress.run_rounds(self.llm, self.alone, settings, source)
@@ -74,7 +74,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def stress() -> Iterator[Any]:
-    """The benchmark as a module."""
+    """The module of the benchmark."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("stress_accepted_counts")
@@ -82,7 +82,7 @@ def stress() -> Iterator[Any]:
 
 @pytest.fixture(scope="module", params=["", pytest.param("exact", marks=pytest.mark.slow)])
 def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
-    """The benchmark's weights in a model of the tests' sizes."""
+    """The benchmark's weights, in a model of the tests' sizes."""
     folder = tmp_path_factory.mktemp("hybrid")
     stress.write_random(folder, describe_model(read_config(hybrid(checkpoints))))
     settings = [*OPTIONS, "--json", str(folder / "result.json")]
@@ -120,7 +120,7 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
 @pytest.mark.parametrize("served", [""], indirect=True)
 @pytest.mark.parametrize("program", [Begin, Decode])
 def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, program, capsys):
-    """Those who take the slots and pages next do not notice."""
+    """Later requests in the same slots and pages are not affected."""
     sizes = {"prompts": 8, "samples": 4, "rounds": 1}
     with late_counts(served.llm.engine, program):
         code, result = served.run(**sizes)
@@ -147,7 +147,7 @@ def test_too_few_tokens_are_refused(stress, capsys):
 
 @pytest.mark.parametrize("mode", [[], ["--exact"]], ids=["", "exact"])
 def test_the_command_runs_its_own_model(stress, tmp_path, capsys, mode):
-    """On a simulated device, whose drafts are accepted as if by chance."""
+    """The command runs on a simulated device, whose drafts are accepted pseudo-randomly."""
     options = ["--prompts", "8", "--samples", "2", "--rounds", "2"]
     with simulated_engines(TextScript(stress.RANDOM.vocab_size)) as tally:
         code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])

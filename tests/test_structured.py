@@ -1,6 +1,6 @@
-"""Structured outputs parse: at any temperature, with speculation and without, whatever runs beside.
+"""Structured outputs can be parsed, at any temperature, with speculation and other requests.
 
-The model is tiny and random, over printable ASCII, and says anything that it may.
+The model is tiny and random, over printable ASCII, so it may generate any text.
 """
 
 import json
@@ -104,7 +104,7 @@ def plain(folder):
 
 
 def wishes(count, *, kinds=KINDS, **params):
-    """`count` requests at temperature 1, of the kinds in turn; seeds are their places."""
+    """Return parameters of `count` requests of the kinds in turn. A request's seed is its index."""
     names = list(kinds)
     params = {"temperature": 1.0, "max_tokens": 90} | params
     return [
@@ -114,7 +114,7 @@ def wishes(count, *, kinds=KINDS, **params):
 
 
 def assert_all_parse(outputs, params):
-    """Each ended by itself and is what was asked for; a sum may not have come to its end."""
+    """Check that each output ended by itself and is valid. A grammar's sum may be cut off."""
     pairs = [(s, one) for o, one in zip(outputs, params, strict=True) for s in o.outputs]
     for sample, one in pairs:
         field, value = next((f, v) for f, v in vars(one.structured_outputs).items() if v)
@@ -129,7 +129,7 @@ def assert_all_parse(outputs, params):
 
 
 def test_speculation_changes_nothing(llm, plain):
-    """Sums are drawn: greedy ones would nest without an end."""
+    """Sums are sampled, because greedy sums would nest without end."""
     params = wishes(12) + wishes(12, kinds=["json", "regex", "choice"], temperature=0.0)
     outputs = generate(llm, PROMPTS, params)
     assert_all_parse(outputs, params)
@@ -140,7 +140,7 @@ def test_speculation_changes_nothing(llm, plain):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", VERIFICATIONS)
 def test_other_verifications(folder, head, method):
-    """In steps that do nothing but follow grammars."""
+    """The steps follow grammars, and do no other optional work."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 1.0, 0.0:
             params = wishes(24, temperature=temperature, kinds=["json", "regex", "choice"])
@@ -150,10 +150,10 @@ def test_other_verifications(folder, head, method):
 
 
 def test_any_mix_of_wishes(llm, plain):
-    """Grammars with whatever else a request may ask for, and requests without: as plainly.
+    """Grammars with any other options, and requests without grammars, give plain decoding's tokens.
 
-    A grammar ends an output, even if ends are ignored: what a step put out after it does not stand.
-    Where ends are likely, they are drafted and accepted, and so is what comes after them.
+    A grammar ends an output even if EOS is ignored, so later tokens of the step are dropped. If EOS
+    is likely, EOS and tokens after it are drafted and accepted.
     """
     rng, space = np.random.default_rng(5), llm.tokenizer.encode(" ")[0]
 
@@ -207,7 +207,7 @@ def test_any_mix_of_wishes(llm, plain):
 
 
 def test_a_model_without_an_end_of_sequence(checkpoints, folder, head):
-    """An output is over when nothing can follow; one that might go on goes to its last token."""
+    """An output ends when no token can follow; otherwise, it runs to its maximum length."""
     with make_llm(without_end(checkpoints, folder), "eagle3", head) as llm:
         prepare_everything(llm)
         params = wishes(12, kinds=["json", "regex"])
@@ -250,7 +250,7 @@ DEAD_ENDS = [  # wishes that rule out all tokens at some place, and how many com
 
 
 def assert_dead_ends(llm, temperature, wishes):
-    """Each ends with an error before the token that it cannot have; others are unharmed."""
+    """Check that outputs end with an error where no token is allowed; others are not affected."""
     free = SamplingParams(seed=1, temperature=1.0, max_tokens=15, ignore_eos=True)
     expected = generate_tokens(llm, [[7, 8]], free)
     for fields, num_tokens, words in wishes:

@@ -1,4 +1,4 @@
-"""Drafts from texts on the host: the same tokens as without, whatever is drafted."""
+"""Drafts from texts on the host change no token."""
 
 import pytest
 from support.engines import generate_tokens, make_llm, random_prompts, simulated_engines
@@ -8,7 +8,7 @@ from specjax import SamplingParams
 
 
 def prompts_of(count, seed=0):
-    """Prompts that repeat themselves, so that there is something to find."""
+    """Return prompts that repeat themselves, so that drafts are found."""
     parts = random_prompts(*[9] * count, vocab_size=VOCAB, seed=seed)
     return [part * 4 for part in parts]
 
@@ -45,7 +45,7 @@ def test_tokens_do_not_depend_on_the_drafts(checkpoints, asynchronous):
 
 
 def test_adaptive_k_with_texts(checkpoints):
-    """Requests draft as many tokens as their texts promise, on a simulated device."""
+    """On a simulated device, requests draft as many tokens as their texts suggest."""
     folder, prompts = llama(checkpoints).folder, prompts_of(6)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     adaptive = {"adaptive": True}

@@ -35,7 +35,7 @@ def llm(folder):
 
 @pytest.fixture
 def hurry():
-    """Threads are interrupted everywhere."""
+    """Let the interpreter switch threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -43,7 +43,10 @@ def hurry():
 
 
 def calls_of(thread):
-    """Prompts and parameters of a thread's calls; some are of several prompts, or of samples."""
+    """Return the prompts and parameters of a thread's calls.
+
+    Some calls have several prompts or samples.
+    """
     rng = np.random.default_rng(thread)
     for _ in range(CALLS):
         prompts = [rng.integers(6, VOCAB, rng.integers(1, 20)).tolist() for _ in range(2)]
@@ -58,7 +61,7 @@ def calls_of(thread):
 
 
 def results_of(llm, thread):
-    """What a thread gets; every other call streams."""
+    """Return the results of a thread's calls. Every other call streams."""
     found = []
     for number, call in enumerate(calls_of(thread)):
         if number % 2:
@@ -80,7 +83,7 @@ def test_every_thread_gets_what_it_would_get_alone(llm, hurry):
 
 
 def test_calls_of_several_threads_run_in_the_same_steps(llm):
-    """Not one after the other: four requests take hardly more steps than one."""
+    """Four requests take hardly more steps than one."""
     everyone = threading.Barrier(4)
 
     def call(number):
@@ -92,7 +95,7 @@ def test_calls_of_several_threads_run_in_the_same_steps(llm):
     step, have_come = llm.engine.step, []
 
     def step_together():
-        """Nothing, until all have asked."""
+        """Run a step only when all threads have queued their requests."""
         if len(llm.engine.unfinished_ids) == 4:
             have_come.append(True)
         return step() if have_come else []
@@ -119,7 +122,7 @@ def test_leaving_a_stream_or_closing_leaves_others_alone(llm):
 
 
 def test_an_engine_in_the_middle_of_a_step_says_so(llm):
-    """Whoever goes around the LLM, to its engine."""
+    """Calling the engine directly, without the LLM's lock, raises an error."""
     begun, may_end = threading.Event(), threading.Event()
     schedule = llm.engine.scheduler.schedule
 

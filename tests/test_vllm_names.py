@@ -1,4 +1,4 @@
-"""Names of vLLM that are not names here: taken where they mean what is done, else refused."""
+"""vLLM's names that specjax lacks are accepted if their values match, and refused otherwise."""
 
 import warnings
 

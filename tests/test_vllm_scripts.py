@@ -1,4 +1,4 @@
-"""What vLLM's scripts may write is taken, or refused before anything is generated; simulated."""
+"""vLLM's calls are accepted, or refused before anything is generated; simulated."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def llm(folder):
 
 
 def test_a_script(llm):
-    """Its prompts as texts, as what vLLM calls TextPrompt and TokensPrompt, and as ids."""
+    """Prompts are texts, vLLM's TextPrompt and TokensPrompt, and token ids."""
     ids = [llm.get_tokenizer().encode(prompt) for prompt in ("ab", "What is two?")]
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (3, 5)]
     expected = [one.outputs for one in llm.generate(ids, params, use_tqdm=False)]
@@ -143,7 +143,7 @@ def test_truncated_prompts(llm):
 
 
 async def stream_async(folder, params):
-    """Of prompts in turn; who reads late gets fewer outputs."""
+    """Stream two prompts one after the other. A slow reader gets fewer outputs."""
     async with AsyncLLM(folder, **SIZES) as llm:
         return [one for ids in ([1, 2], [3]) async for one in llm.generate(ids, params, str(ids))]
 
@@ -235,7 +235,7 @@ def test_chats_with_several_templates(checkpoints, folder):
 
 
 def test_a_tokenizer_that_cuts_and_pads_changes_nothing(checkpoints, folder, llm):
-    """Of prompts, chats, bad words and stop texts."""
+    """Its truncation and padding do not affect prompts, chats, bad words or stop texts."""
     made = checkpoints.copy(folder)
     tokenizer = Tokenizer.from_file(str(made / "tokenizer.json"))
     tokenizer.enable_truncation(4)

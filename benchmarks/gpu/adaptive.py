@@ -47,7 +47,7 @@ class Switched(PolicyRule):
         return self.adaptive.choose(load) if self.k is None else self.k
 
     def observe(self, outcome: Round) -> None:
-        """Pass a round to the adaptive policy, if this policy chose the round's K."""
+        """Pass a round to the adaptive policy if it chose the round's K."""
         if self.k is None:
             self.adaptive.observe(outcome)
 

@@ -51,7 +51,7 @@ def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 def measure_models(
     setting: Setting, names: tuple[str, ...], batches: tuple[int, ...]
 ) -> Iterator[dict[str, Any]]:
-    """Measure other models. Each batch size has a separate engine, with the same weights."""
+    """Measure the models `names`, each with one engine per batch size and the same weights."""
     for name in names:
         yield from _measure_model(name, setting.pick(batches, (2,)), setting)
 

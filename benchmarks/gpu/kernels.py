@@ -38,7 +38,7 @@ DTYPE = "bfloat16"
 
 
 def time_problem(problem: Problem, setting: Setting, config: Any = None) -> dict[str, Any]:
-    """Return the times of a problem's calls. They donate the problem's state."""
+    """Return the times of a problem's calls, which donate the problem's state."""
     launch = problem.launcher(setting.kernels, config)
     calls = len(problem.items)
     return measure(launch, setting, calls=calls, num_bytes=problem.num_bytes)
@@ -140,7 +140,10 @@ def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
 def tune(
     row: dict[str, Any], make: Any, base: Any, others: Iterable[Any], setting: Setting
 ) -> Iterator[dict[str, Any]]:
-    """Yield a result for each config, and last the config with the highest bandwidth."""
+    """Yield a result for each config, and last the config with the highest bandwidth.
+
+    `make` makes the problem to time, and `base` is the default config.
+    """
     times = {}
     for config in (base, *dict.fromkeys(others)):
         if config == base and times:

@@ -10,7 +10,8 @@ Results are written immediately as lines in the output folder. A call ends if tw
 hang.
 
 Issue the calls back to back, because idle time on the machine counts. The same plan can be repeated
-on a card with more memory. Its copy bandwidth differs, which determines most kernels' times.
+on a card with more memory. Most kernels' times then differ, because they depend on the card's copy
+bandwidth.
 """
 
 import argparse

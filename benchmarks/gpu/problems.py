@@ -1,9 +1,8 @@
 """Makes inputs of the kernels at the shapes of real models, to test results and to measure time.
 
-A problem has a state, which each call updates. It has several items; calls use them in turn, so
-that no call finds its data in the card's cache. It also has the minimum number of bytes that a call
-moves. Values are random, because the card processes zeros faster. The values have the same bits on
-every device.
+A `Problem` has a state, which each call updates. Calls use its items in turn, so that no call finds
+its data in the card's cache. `num_bytes` is the minimum number of bytes that a call moves. Values
+are random, because the card processes zeros faster. The values have the same bits on every device.
 """
 
 from collections.abc import Callable
@@ -57,7 +56,10 @@ TINY_ROUTES = (8, 2, Rule())
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem. `call(state, item, kernels, config)` returns the new state and an output."""
+    """Inputs for calls of one kernel: a state that each call updates, and items to use in turn.
+
+    `call(state, item, kernels, config)` returns the new state and an output.
+    """
 
     state: Any
     items: tuple[Any, ...]

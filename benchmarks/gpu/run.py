@@ -40,7 +40,7 @@ TAIL = 1500  # maximum number of characters of a failed case's output to keep
 
 
 class Results:
-    """A file of result lines. It knows the copy bandwidth as soon as a line has it."""
+    """Writes the file of result lines, and keeps the card's copy bandwidth once it is measured."""
 
     def __init__(self, path: Path, provenance: Mapping[str, Any]):
         self._path, self._provenance = path, provenance

@@ -56,7 +56,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Shape:
-    """A matrix shape, with rows x to multiply, the weights by form, and the products in float32."""
+    """The data for one matrix shape: rows x, weights by form, and their products in float32."""
 
     part: str
     depth: int
@@ -193,7 +193,7 @@ def _truth(form: str, x: jax.Array, values: jax.Array, scales: jax.Array | None 
 
 
 def time_scaled(setting: Setting, *, seconds: float = 140.0) -> Iterator[dict[str, Any]]:
-    """Time the ways, for the rows and matmuls of `ROUNDS`, until `seconds` have passed."""
+    """Time the ways to multiply (`ways`) for the shapes in `ROUNDS`, for up to `seconds`."""
     start = time.monotonic()
     matmuls = setting.pick(MATMULS, {"tiny": (256, 192)})
     shapes = [

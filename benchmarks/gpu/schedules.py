@@ -14,8 +14,9 @@ from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, gated_delta_r
 def served_rule(heads: Heads, batch: int, num_prompt: int, num_rows: int, dtype: Any) -> Problem:
     """Return the problem of three calls: a prompt, a step of T tokens, and a second step.
 
-    Each request accepts 1 to T tokens of the first step; the second step adds them to the state.
-    The results are the outputs of all three calls, and the states after the accepted tokens.
+    Each request accepts 1 to T tokens of the first step. The second step updates the state with
+    these tokens. The results are the outputs of all three calls, and the states after the accepted
+    tokens.
     """
     accepted = (1 + np.arange(batch) % num_rows).astype(np.int32)
     sizes = num_prompt, num_rows, num_rows

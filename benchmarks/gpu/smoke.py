@@ -58,7 +58,7 @@ F32, BF16 = "float32", "bfloat16"
 
 @dataclass(frozen=True)
 class Smoke:
-    """A problem, and a function that computes its results in float64, in the kernel's order."""
+    """Inputs of a kernel (`Problem`), and a float64 function that returns the kernel's outputs."""
 
     name: str
     dtype: str
@@ -366,7 +366,7 @@ def check(case: Smoke, program: Any, expected: Mapping[str, np.ndarray]) -> dict
 
 
 def digest(x: np.ndarray) -> np.ndarray:
-    """Return what the file stores of an array: x, or the products of its rows with two vectors.
+    """Return the form of x that the file stores: x, or the products of its rows with two vectors.
 
     Products are stored if x is large. The vectors' elements are signs.
     """

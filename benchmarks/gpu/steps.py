@@ -37,7 +37,15 @@ class Step:
         max_drafts: int | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ):
-        """`options` are XLA options that are added to the engine's options."""
+        """Compile the program.
+
+        Args:
+            k: the number of drafts per round.
+            rates: synthetic acceptance rates.
+            only_drafts: whether to run only the drafter.
+            max_drafts: the number of drafts that the state has room for, if it exceeds `k`.
+            options: XLA options that are added to the engine's options.
+        """
         platform = setting.pick("gpu", "cpu")
         self._params, batch = models.params, config.max_num_seqs
         model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)

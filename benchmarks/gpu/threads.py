@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 def compile_all(functions: Sequence[Callable[[], T]]) -> Iterator[Callable[[], T]]:
-    """Run `functions` in threads. For each function in order, yield a function for its result.
+    """Run `functions` in threads. Yield, in the same order, functions that return their results.
 
-    The yielded function waits for the result, and raises the exception if there was one.
+    A yielded function waits for the result, and raises the exception if there was one.
     """
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for future in [pool.submit(function) for function in functions]:

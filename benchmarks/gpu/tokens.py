@@ -1,7 +1,8 @@
-"""Compares tokens of whole engines with the demo checkpoints to tokens of a CPU without drafts.
+"""Compares tokens of whole engines on the card to tokens of a CPU without drafts.
 
-The CPU's tokens are in tokens.json. Half of the requests are greedy, and half have a temperature of
-0.8. After a change of the requests, or of the demo checkpoints, update the file:
+The models are demo checkpoints. The CPU's tokens are in tokens.json. Half of the requests are
+greedy, and half have a temperature of 0.8. After a change of the requests, or of the demo
+checkpoints, update the file:
 
     PYTHONPATH=. python benchmarks/gpu/tokens.py       writes tokens.json again
 """

@@ -160,7 +160,7 @@ def packed(values: Array, scales: Array, zeros: Array, depth: int, group: int) -
 def route(
     logits: Array, num_chosen: int, rule: Rule, correction: Array | None, is_padding: Array
 ) -> tuple[Array, ...]:
-    """Return each row's weights and experts, and the entries, rows and sizes by expert."""
+    """Return weights and experts [N, C]; entries and rows sorted by expert; rows per expert."""
     x = f64(logits)
     scores = 1 / (1 + np.exp(-x)) if rule.is_sigmoid else softmax(x)[0]
     ranked = scores + f64(correction) if correction is not None else x

@@ -25,7 +25,7 @@ def grouped_matmul(
     *,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return the products [N, F] in x's dtype, accumulated in f32.
+    """Multiply each row by its group's weights. Return [N, F] in x's dtype, summed in f32.
 
     Args:
         x: the rows [N, D], or [M, D] with `sources`.

@@ -35,7 +35,7 @@ def grouped_packed_matmul(
     form: FourBits,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Return the products [N, O] in x's dtype, accumulated in f32.
+    """Multiply each row by its group's 4-bit weights. Return [N, O] in x's dtype, summed in f32.
 
     Args:
         x: the rows [N, I], or [M, I] with `sources`.

@@ -1,7 +1,7 @@
 """How 4-bit numbers are coded and packed into bytes."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,14 @@ class FourBits(NamedTuple):
         """Return the number of bytes that hold the numbers of `depth` inputs."""
         return -(-depth // (2 * self.half)) * self.half
 
-    def pack(self, codes: jax.Array) -> jax.Array:
-        """Return u8[..., bytes] from codes u8[..., I] from 0 to 15."""
+    def pack(self, codes: Any, xp: Any = jnp) -> Any:
+        """Pack codes u8[..., I], which are 0 to 15, into u8[..., bytes].
+
+        `xp` is the module of the codes' array type: NumPy or `jax.numpy`.
+        """
         *others, depth = codes.shape
         padding = [(0, 0)] * len(others) + [(0, 2 * self.width(depth) - depth)]
-        runs = jnp.pad(codes, padding).reshape(*others, -1, 2, self.half)
+        runs = xp.pad(codes, padding).reshape(*others, -1, 2, self.half)
         return (runs[..., 0, :] | (runs[..., 1, :] << 4)).reshape(*others, -1)
 
     def numbers(self, values: jax.Array, depth: int) -> jax.Array:

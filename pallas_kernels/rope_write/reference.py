@@ -68,7 +68,8 @@ def split_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F].
 
-    q and k are normalised and rotated.
+    q and k are normalised and rotated. `bias`, `q_norm` and `k_norm` are the fields of
+    `HeadWeights`; `rope_write` explains the other arguments.
     """
     if bias is not None:
         qkv = qkv + jax.lax.broadcast_to_rank(bias, qkv.ndim)

@@ -63,10 +63,10 @@ def choose_config(num_rows: int, num_columns: int, depth: int, dtype: Any) -> Sc
 def with_splits(
     config: ScaledMatmulTuning, num_rows: int, num_columns: int, depth: int
 ) -> ScaledMatmulTuning:
-    """Return `config` with `num_splits` set: how many programs share the depth of a tile.
+    """Return `config` with `num_splits`, the number of programs that compute one tile together.
 
-    Several programs share it if there are few tiles, so that the whole GPU has work. The depth is
-    the number of inputs.
+    If there are few tiles, several programs share a tile, so that the whole GPU has work. Each sums
+    over a part of the `depth` inputs.
     """
     blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
     tiles = pl.cdiv(depth, config.block_depth)

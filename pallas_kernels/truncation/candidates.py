@@ -38,7 +38,7 @@ class RowCandidates(NamedTuple):
         """Return the places of some candidates in `logits`, and whether each candidate exists.
 
         Args:
-            lane: indices of the candidates, if a row's candidates are counted tile by tile.
+            lane: numbers of candidates; a row's candidates are numbered tile by tile.
             unrolls: whether to load the counts of all tiles at once, which takes registers.
         """
 

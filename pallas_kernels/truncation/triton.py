@@ -3,12 +3,12 @@
 1. `summarise` reads each tile of a row. It writes the maxima of the tile's columns, which have a
    few logits each, and the sum of the tile's probabilities.
 2. `bound` finds a lower bound of each row's threshold from the maxima. For top_k, the bound is the
-   k-th largest maximum, without its last bits. So at least k logits are not below it, and not many
-   more. For top_p, the maxima that are not below the bound have at least the mass that top_p keeps.
+   k-th largest maximum, without its last bits. So at least k logits reach the bound, and not many
+   more than k. For top_p, the maxima that reach the bound have at least the mass that top_p keeps.
    In a flat row, even all maxima together may have less mass. The bound is then so low that top_p
    excludes all logits below it. The bound is never below the smallest logit that min_p keeps.
 3. `mask` reads the tiles again, and writes the result as if the bound were the threshold. It
-   gathers the candidates, which are the logits that are not below the bound.
+   gathers the candidates, which are the logits that reach the bound.
 4. `select` finds the threshold among a row's candidates in registers, if there are few candidates.
    It overwrites the candidates below the threshold.
 5. `rest` does the same if there are more candidates (a flat distribution, a large k). It uses more

@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and which hidden states of the target the drafter reads."""
+    """A drafter, and the target's hidden states that the drafter reads."""
 
     name: str
     drafter: Drafter

@@ -112,7 +112,7 @@ def lossless_line(found: Mapping[str, Any] | None) -> str | None:
 
 
 def warm_up_line(found: Mapping[str, Any] | None) -> str | None:
-    """Return a sentence that says that a warm-up ended too early; None if it did not."""
+    """Return a warning if the warm-up ended too early, else None."""
     if found is None or found["is_settled"]:
         return None
     return (

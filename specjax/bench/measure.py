@@ -111,7 +111,7 @@ def as_run(
     *,
     num_replicas: int = 1,
 ) -> Run:
-    """Return what an engine did between two snapshots of its counters, `before` and `after`.
+    """Return an engine's results between two snapshots of its counters, `before` and `after`.
 
     The engine must not have run a prefill step between the two snapshots.
     """

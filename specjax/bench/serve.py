@@ -83,7 +83,7 @@ def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]
 
 
 async def _compiled(endpoint: Endpoint) -> None:
-    """Wait until the server compiles nothing, as far as /metrics reports this."""
+    """Wait while /metrics reports that the server is compiling."""
     async with open_session(endpoint.headers) as session:
         while (found := await scrape(session, endpoint.root)) and found.is_compiling:
             await asyncio.sleep(_POLLING_SECONDS)

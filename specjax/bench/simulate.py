@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
+from specjax.bench.stages import stages
 from specjax.bench.table import format_table
 from specjax.checks import check_positive
 from specjax.config import growing
@@ -59,12 +60,14 @@ def run(args: argparse.Namespace) -> int:
         one_k=args.one_k,
         text_acceptance=args.text_acceptance,
     )
-    report = bench(settings, Profile.read(settings.profile))
+    report = bench(settings, Profile.read(settings.profile), show_progress=True)
     print(json.dumps(report, indent=2) if args.json else describe(report))
     return 0
 
 
-def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
+def bench(
+    settings: SimulationSettings, profile: Profile, *, show_progress: bool = False
+) -> dict[str, Any]:
     """Run the policy and the oracle on the same requests, for each seed.
 
     The oracle knows the true rates, and takes the best K in every round. A policy's regrets are
@@ -83,19 +86,16 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
         shift=settings.acceptance_shift,
     )
     seeds, ran, ideal = range(settings.seeds), [], []
-    for seed in seeds:
-        # This random stream is a separate one, because `simulate` uses `seed` itself.
-        workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
-        if settings.context:
-            contexts = [settings.context * (i % 2) for i in range(settings.requests)]
-            workload = replace(workload, contexts=contexts)
-        if settings.text_acceptance:
-            texts = [settings.text_acceptance * (i % 2 == 0) for i in range(settings.requests)]
-            workload = replace(workload, texts=texts)
-        policy = make_policy(settings.policy, profile, batches)  # has learned nothing
-        by_request = policy.weighs_requests and policy.is_learning and not settings.one_k
-        ran.append(simulate(world, workload, policy, seed, by_request=by_request))
-        ideal.append(simulate(world, workload, None, seed))
+    total = 2 * settings.seeds
+    with stages(total, show_progress=show_progress, work="simulating") as begin:
+        for seed in seeds:
+            workload = _workload(settings, seed)
+            policy = make_policy(settings.policy, profile, batches)  # has learned nothing
+            by_request = policy.weighs_requests and policy.is_learning and not settings.one_k
+            begin(f"{settings.policy}, seed {seed}")
+            ran.append(simulate(world, workload, policy, seed, by_request=by_request))
+            begin(f"the oracle, seed {seed}")
+            ideal.append(simulate(world, workload, None, seed))
     ratios = [a.makespan_ms / b.makespan_ms for a, b in zip(ran, ideal, strict=True)]
     by_batch = pool_regret(ran)
     return {
@@ -116,8 +116,20 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     }
 
 
+def _workload(settings: SimulationSettings, seed: int) -> Workload:
+    # This random stream is a separate one, because `simulate` uses `seed` itself.
+    workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
+    if settings.context:
+        contexts = [settings.context * (i % 2) for i in range(settings.requests)]
+        workload = replace(workload, contexts=contexts)
+    if settings.text_acceptance:
+        texts = [settings.text_acceptance * (i % 2 == 0) for i in range(settings.requests)]
+        workload = replace(workload, texts=texts)
+    return workload
+
+
 def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Return the policy's regret over all runs, for each batch size to which rounds were padded."""
+    """Return the policy's regret over all runs, by padded batch size."""
     batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
     return {
         batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)

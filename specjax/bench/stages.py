@@ -10,8 +10,10 @@ from specjax.engine.log import Pace, can_draw, get_log
 
 
 @contextmanager
-def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which of `total` runs begins.
+def stages(
+    total: int, *, show_progress: bool, work: str = "measuring"
+) -> Iterator[Callable[[str], None]]:
+    """Show on stderr which of `total` runs begins. The verb `work` says what a run does.
 
     Yield a function that must be called with the name of each run when it begins.
     """
@@ -19,7 +21,7 @@ def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]
     is_drawn = show_progress and can_draw(console)
     log = get_log(verbose=show_progress and not is_drawn)
     columns = (
-        TextColumn("measuring"),
+        TextColumn(work),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -33,6 +35,6 @@ def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]
             progress.update(task, completed=num_begun, description=name)
             num_begun += 1
             if pace.is_due() or num_begun in (1, total):
-                log.info("measuring %s, run %d of %d", name, num_begun, total)
+                log.info("%s %s, run %d of %d", work, name, num_begun, total)
 
         yield begin

@@ -1,7 +1,7 @@
 """Brings an engine to its steady state before a measurement.
 
-An engine begins with few programs, and compiles others when their absence has cost enough time. A
-measurement would see both the time before and the time after, so all of them are compiled first.
+An engine starts with few compiled programs. It compiles others in the background, once lacking them
+has cost enough time. A measurement should not span such changes, so programs are compiled first.
 """
 
 import time
@@ -20,8 +20,8 @@ class WarmUp:
     """How an engine was warmed up.
 
     Attributes:
-        num_runs: number of runs of all prompts.
-        seconds: their time, and the time of compiling.
+        num_runs: how often all prompts were run.
+        seconds: time of the runs and of compiling.
         is_settled: whether the last run needed no further program.
     """
 
@@ -33,10 +33,10 @@ class WarmUp:
 def warm_up(offline: Offline, queries: Sequence[Query], min_runs: int) -> WarmUp:
     """Run all prompts at least `min_runs` times, and until a run has all programs that it needs.
 
-    After each run, the programs whose absence cost the run the most are compiled. A run has all the
-    programs that it needs if none became ready in it or after it. Then it lost at most `ALLOWED` of
-    its time, unless a program does not compile. After `MAX_SECONDS`, only the runs of `min_runs`
-    begin.
+    After each run, the missing programs that cost the run most time are compiled. A run had all
+    programs if none was compiled during or after the run. The run then lost at most the fraction
+    `ALLOWED` of its time, unless a program failed to compile. After `MAX_SECONDS`, no run begins
+    beyond the first `min_runs`.
     """
     start, num_runs, is_settled = time.perf_counter(), 0, False
     while num_runs < min_runs or not (is_settled or time.perf_counter() - start >= MAX_SECONDS):

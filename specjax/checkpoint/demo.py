@@ -47,7 +47,7 @@ def demo_folder(name: str) -> Path:
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return a speculative config, with the demo's drafter as its "model" if it has no "model".
+    """Return a speculative config. If it lacks a "model", the demo's drafter becomes its "model".
 
     `config` is returned unchanged unless `target` is a demo with a separate drafter for the method.
     """

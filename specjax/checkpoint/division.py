@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.checkpoint.stored_tensor import read_partly
 
 
@@ -49,8 +48,7 @@ def even(total: int, num_devices: int, multiple: int = 1) -> Share:
 def first_only(num_devices: int) -> Share:
     """Return a share in which the first device takes everything, and all other devices have zeros.
 
-    Biases that are added before a sum over devices are divided in this way, so that the sum has
-    them once.
+    A bias is divided like this if a sum over devices follows, so that the sum includes it once.
     """
     return Share(1, 1, (0,) * num_devices, (1, *(0,) * (num_devices - 1)))
 
@@ -118,8 +116,9 @@ class Cut:
     def of_runs(self, unit: int, axis: int) -> "Cut":
         """Return this division for a second tensor, with one row per `unit` rows of the first.
 
-        For example, scales have one row for each block of `unit` rows of weights. `axis` is the
-        divided axis of this tensor. No block of `unit` rows may belong to two devices or sections.
+        `axis` is the divided axis of the second tensor. For example, the first tensor holds
+        weights, and the second their scales, one for each block of `unit` rows. No block of `unit`
+        rows may belong to two devices or sections.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -243,10 +242,10 @@ class DividedSpec(TensorSpec):
         pairs = zip(tensors, self.tensor_cuts, strict=True)
         return [x if cut is None else cut.take(x, device, xp) for x, cut in pairs]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
-        devices = range(self.num_devices)
-        return jnp.stack([self.local.join(self.parts(parts, i, jnp), dtype) for i in devices])
+        xp, devices = module_of(parts[0]), range(self.num_devices)
+        return xp.stack([self.local.join(self.parts(parts, i, xp), dtype) for i in devices])
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """See `TensorSpec.split`. `array` must be a NumPy array."""
@@ -273,8 +272,8 @@ def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int
     Args:
         whole: the tree of the whole model's `TensorSpec`s.
         local: the tree of `TensorSpec`s of the model that each device runs.
-        shares: how each kind of axis is divided, such as attention heads; `TensorSpec.cuts` names
-            the kind for each axis.
+        shares: the `Share` of each kind of axis, such as attention heads, by the names that
+            `TensorSpec.cuts` uses.
         num_devices: the number of devices.
 
     Returns:

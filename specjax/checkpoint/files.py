@@ -91,8 +91,8 @@ def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
     """Return a folder's weight files, each with the names of the tensors to read from it.
 
     The names come from the index file, such as model.safetensors.index.json. They are None if the
-    folder has no index file. Raises CheckpointError if there are no weight files, or if the index
-    names a file that does not exist.
+    folder has no index file. Raises CheckpointError if there are no weight files, if there are
+    several without an index, or if the index names a file that does not exist.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")

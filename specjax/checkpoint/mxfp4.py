@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.quantised.packed import E2M1
-from specjax.checkpoint.spec import TensorSpec, cut_rows
+from specjax.checkpoint.spec import TensorSpec, cut_rows, module_of
 
 BLOCK = 32  # numbers that share a scale
 
@@ -37,13 +35,14 @@ class MXFP4Spec(TensorSpec):
         """Always True; see `TensorSpec.is_packed`."""
         return True
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the engine array in `dtype`, unpacked from `parts`: the blocks and the scales."""
         blocks, scales = parts
-        halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
-        values = jnp.array(E2M1, jnp.float32)[halves]
+        xp = module_of(blocks)
+        halves = xp.stack([blocks & 15, blocks >> 4], axis=-1)
+        values = xp.array(E2M1, np.float32)[halves]
         values = values.reshape(*scales.shape, BLOCK)
-        numbers = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
+        numbers = xp.ldexp(values, scales.astype(np.int32)[..., None] - 127)
         return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)
 
 
@@ -58,9 +57,9 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` names the input axis, or `columns` names the output axis; at most one of them is given
-    (see `TensorSpec.cuts`). Devices may divide the named axis, or divide the experts instead.
-    If neither axis is named, every device has all experts whole.
+    `rows` is a name for the input axis, and `columns` for the output axis (see `TensorSpec.cuts`).
+    Give at most one of them. Devices may divide the named axis, or divide the experts instead. If
+    neither axis is named, every device has all experts whole.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

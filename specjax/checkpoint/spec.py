@@ -80,8 +80,12 @@ class TensorSpec:
         """Shape of the part of the array that one device has."""
         return self.shape
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """Return the engine array in `dtype`, from the file tensors in the order of `names`."""
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
+        """Return the engine array in `dtype`, from the file tensors in the order of `names`.
+
+        The array is of the same kind as the tensors, of NumPy or JAX.
+        """
+        xp = module_of(parts[0])
         # Cast each part, since a file may contain several dtypes.
         cast = (part.astype(self.dtype or dtype) for part in parts)
         pairs = zip(cast, self.file_shapes, self._interleaved, strict=True)
@@ -90,8 +94,8 @@ class TensorSpec:
             for part, shape, sizes in pairs
         ]
         per_run = len(rows) // max(1, self.num_stacked)
-        runs = [jnp.concatenate(rows[i : i + per_run]) for i in range(0, len(rows), per_run)]
-        array = jnp.stack(runs) if self.num_stacked else runs[0]
+        runs = [xp.concatenate(rows[i : i + per_run]) for i in range(0, len(rows), per_run)]
+        array = xp.stack(runs) if self.num_stacked else runs[0]
         return array.swapaxes(-1, -2) if self.transpose else array
 
     @property
@@ -139,20 +143,26 @@ class TensorSpec:
         return [run[start:end] for run in runs for start, end in bounds]
 
 
-def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
+def module_of(array: Any) -> Any:
+    """Return the module with the functions for an array: NumPy or `jax.numpy`."""
+    return jnp if isinstance(array, jax.Array) else np
+
+
+def _regroup(x: Any, sizes: tuple[int, ...]) -> Any:
     """Reorder the rows of a file tensor to the engine's order; see `TensorSpec.interleaved`."""
     if not sizes:
         return x
+    xp = module_of(x)
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
-    parts = jnp.split(groups, np.cumsum(sizes)[:-1], axis=1)
-    return jnp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+    parts = xp.split(groups, np.cumsum(sizes)[:-1], axis=1)
+    return xp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
 
 def _interleave(x: Any, sizes: tuple[int, ...]) -> Any:
     """Reorder rows from the engine's order to the file's order. Inverse of `_regroup`."""
     if not sizes:
         return x
-    xp = jnp if isinstance(x, jax.Array) else np
+    xp = module_of(x)
     num_groups = len(x) // sum(sizes)
     parts = xp.split(x, np.cumsum(sizes)[:-1] * num_groups)
     groups = [part.reshape(num_groups, -1, *x.shape[1:]) for part in parts]

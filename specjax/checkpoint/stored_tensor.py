@@ -35,7 +35,10 @@ class StoredTensor:
     strides: tuple[int, ...] | None = None  # in elements; None if C-contiguous
 
     def map(self) -> np.ndarray:
-        """Return a read-only array whose parts are read from the file when they are used."""
+        """Return a read-only array whose parts are read from the file when they are used.
+
+        A tensor that is not C-contiguous is read at once.
+        """
         if 0 in self.shape or self.strides not in (None, contiguous_strides(self.shape)):
             return self.read()
         try:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]) -> None:
-    """Add another engine's figures to all cells. If it dies, record this in the last cell."""
+    """Add another engine's figures to all cells. If that engine dies, the last cell says so."""
     try:
         with cells[0].peer_server(name) as endpoint:
             for cell, one in zip(cells, done, strict=True):

@@ -115,7 +115,7 @@ def read_forms(tokenizer: ChatTokenizer) -> Forms:
 
 
 def read_masks(tokenizer: ChatTokenizer) -> list[int]:
-    """Return the ids of special tokens. One of them may be the right mask token of a drafter."""
+    """Return ids of special tokens, to try each as the mask token of a block drafter."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
 

@@ -1,12 +1,12 @@
 """The device side of an engine: pure array functions, compiled by JAX.
 
-The host plans each step and sends its inputs as packed integer arrays. No value returns to Python
-within a step: until the step's results are read, only the device knows the number of accepted
-drafts.
+The host plans each step and sends its inputs as packed integer arrays. Until the step's results are
+read, only the device knows the number of accepted drafts. Within a step, the host reads nothing,
+except drafts for which it has to make grammar masks.
 
-A step runs chunks of prompts (prefill), or a round of speculative decoding, which drafts tokens and
-verifies them. A row is one token position of one request. A request is resident while it owns a
-slot, which is its index in arrays of the engine's state.
+A step runs chunks of prompts (prefill), a round of speculative decoding, or both. A round drafts
+tokens and verifies them. A row is one token position of one request. A request is resident while it
+owns a slot, which is its index in arrays of the engine's state.
 
 Shapes use these letters. `f32`, `i32`, `u32` and `bool` are dtypes. An array without a dtype has
 the model's dtype.

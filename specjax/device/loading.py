@@ -1,7 +1,7 @@
 """Loads checkpoint tensors as parameters.
 
-All tensors are checked first, and then read in parallel. They are copied to the device unchanged,
-and merged, transposed and cast there.
+All tensors are checked first, and then read in parallel. Large tensors are copied to the device
+unchanged, and merged, transposed and cast there. For small tensors, the host does this.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,6 +39,7 @@ from specjax.device.weights.stored import as_stored
 Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # number of arrays read concurrently
 _MAX_LISTED = 20
+MAX_JOINED_HERE = 1 << 20  # bytes of an array's tensors that the host merges
 MAX_PROGRAMS = 64  # compiled programs of each kind to keep; one checkpoint needs up to 44
 
 
@@ -67,8 +68,8 @@ def load_params(
 ) -> Any:
     """Return the tree `specs` with an array in `dtype` in the place of each `TensorSpec`.
 
-    Quantised weights keep the numbers and scales that the files store. A format for which there is
-    no product with such numbers is unpacked to `dtype` (see `as_stored`).
+    Quantised weights keep the numbers and scales that the files store. Weights in a format that no
+    matrix product supports are unpacked to `dtype` (see `as_stored`).
 
     The tensors of at most `NUM_READERS` arrays are in host memory at a time.
 
@@ -140,9 +141,15 @@ def lay_out(
         return move(made, sharding)
     if isinstance(spec, DividedSpec) and isinstance(own, NamedSharding):
         if own != sharding or not any(isinstance(part, jax.Array) for part in parts):
-            each = zip(*(spec.parts(parts, i) for i in place_numbers(sharding)), strict=True)
-            placed = tuple(assemble(one, own) for one in each)
+            each = [spec.parts(parts, i) for i in place_numbers(sharding)]
+            if all(map(_are_small, each)):
+                rows = np.stack([_join_here(one, spec.local, dtype) for one in each])
+                return with_other_parts(jax.device_put(rows, own), sharding)
+            placed = tuple(assemble(one, own) for one in zip(*each, strict=True))
             return with_other_parts(_join_each(spec.local, dtype, own)(placed), sharding)
+    if _are_small(parts):
+        array = jax.device_put(_join_here(parts, spec, dtype), own, may_alias=False)
+        return with_other_parts(array, sharding)
     on_device = tuple(jax.device_put(part, _whole(own)) for part in parts)
     return with_other_parts(_join(spec, dtype, own)(on_device), sharding)
 
@@ -150,9 +157,9 @@ def lay_out(
 def lay_out_whole(array: Any, spec: DividedSpec, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """Divide an array over devices as a spec describes; return it in newly allocated memory.
 
-    `array` is undivided, or is divided already. An undivided array is divided on the devices where
-    it lies. A divided array without padding is copied. A divided array with
-    padding is copied to the host, which removes the padding, and divides and pads the array again.
+    An undivided array is divided on the devices where it lies. An array that is divided already is
+    copied if it has no padding. If it has padding, the host removes the padding, and then divides
+    and pads the array again.
     """
     if array.shape == spec.shape and is_divided(array) and not spec.is_padded:
         return _copy(array, dtype, sharding)
@@ -177,6 +184,18 @@ def copy_to(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
 def _copy(array: Any, dtype: np.dtype, sharding: Sharding) -> jax.Array:
     own = jax.device_put(own_part(array), own_sharding(sharding), may_alias=False)
     return with_other_parts(own.astype(dtype), sharding)
+
+
+def _are_small(parts: Sequence[Any]) -> bool:
+    """Return whether the host joins these tensors faster than a device's program is compiled."""
+    is_here = all(isinstance(part, np.ndarray) for part in parts)
+    return is_here and sum(part.nbytes for part in parts) <= MAX_JOINED_HERE
+
+
+def _join_here(parts: Sequence[np.ndarray], spec: TensorSpec, dtype: np.dtype) -> np.ndarray:
+    """Join tensors on the host. Values that are too large for `dtype` become infinite."""
+    with np.errstate(over="ignore"):
+        return np.asarray(spec.join(parts, dtype), order="C")
 
 
 def _narrowed(tensor: Any) -> Any:

@@ -51,8 +51,8 @@ def through_edits(
     """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
     `use` runs in both branches of a conditional, so that the conditional returns the result of
-    `use`, which may be smaller than the logits.
-    If `edit` is None, the result is `use(logits)`, and `has_edits` is not used.
+    `use`, which may be smaller than the logits. If `edit` is None, the result is `use(logits)`, and
+    `has_edits` is not used.
     """
     if edit is None:
         return use(logits)
@@ -98,9 +98,10 @@ def draw_draft(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return a draft token i32[B] for each row of logits f32[B, V_d], and its distribution.
 
-    The token is sampled like the target's tokens. The result is 0 if no token is possible in a row.
-    If the drafter has a reduced vocabulary, `token_ids` i32[V_d] holds the target's id of each
-    draft token, and the noise depends on these ids; else `token_ids` is None.
+    The token is sampled like the target's tokens. `stream` and `counters` select the noise (see
+    `draw_tokens`). The result is 0 if no token is possible in a row. If the drafter has a reduced
+    vocabulary, `token_ids` i32[V_d] holds the target's id of each draft token, and the noise
+    depends on these ids; else `token_ids` is None.
 
     The distribution f32[B, vocab_size] is None if `wants_probs` is false. In a greedy batch it is
     zero, because verification does not use it.

@@ -10,8 +10,8 @@ round drafts tokens, runs the target on the drafts, and commits the accepted dra
 
     propose -> extend -> settle
 
-These three run in one program. They run in separate programs if the host makes grammar masks before
-`settle`, or if users' logits processors run before `settle`. Logits processors may also run before
+These three run in one program, once it is compiled. They run in separate programs if grammar masks
+are made or users' logits processors run before `settle`. Logits processors may also run before
 `begin` (see `processors.py`). The parts that run the target do not depend on the requests' options
 for logits. Chunks and a round may run in one program, see `joined.py`.
 
@@ -214,7 +214,7 @@ def propose(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, Draft]:
-    """Draft k tokens for every request."""
+    """Draft k tokens for every request. Drafts from the host may replace the drafter's."""
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     context = DraftContext(
         slots,

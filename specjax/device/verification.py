@@ -255,8 +255,8 @@ def block_acceptance(
     p_i, p and q are distributions at the position of d_i; in the formula of S_i, at the next
     position.
 
-    If no draft can follow draft i, h_i = p_i. This is so after a request's last draft, and if p
-    gives no token after draft i a probability above 0.
+    If no draft can follow draft i, h_i = p_i. This applies after a request's last draft, and if p
+    is NaN after draft i, because no token is possible there.
     """
     k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]

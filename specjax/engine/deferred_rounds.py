@@ -28,7 +28,7 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Run the program `Observe` before the step `plan`, unless deferred rounds can wait.
+        """Run the program `Observe` before the step `plan` if deferred rounds cannot wait longer.
 
         A deferred round is a round whose hidden states the drafter has not read yet. In `Observe`,
         the drafter reads them. Deferred rounds can wait if `plan` is a round without drafts for the

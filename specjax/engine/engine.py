@@ -2,11 +2,11 @@
 
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
-While the device runs step N, the host plans step N + 1. The state never leaves the device. Each
-program takes one packed array from the host, and returns its results as one packed array. A step
-may have two parts, prefill chunks and a decode round. Both are launched before either is read. If
-such steps are frequent, both parts run as one program. A round with grammars is several programs:
-the host computes masks while the target runs over the drafts.
+While the device runs step N, the host plans step N + 1. The state never leaves the device. Programs
+take packed arrays from the host, and return their results as packed arrays. A step may have two
+parts, prefill chunks and a decode round. Both are launched before either is read. If such steps are
+frequent, both parts run as one program. A round with grammars is several programs: the host
+computes masks while the target runs over the drafts.
 """
 
 import os
@@ -211,12 +211,12 @@ class Engine:
     def step(self) -> list[Sequence]:
         """Launch a step, read the step before it, and return samples that gained tokens or ended.
 
-        If a step fails, its requests with logits processors end with the error, because logits
-        processors are user code. All other requests recompute their tokens.
+        If a step with logits processors fails, the processors are taken as the cause, because they
+        are user code: their requests end with the error, and all other requests recompute their
+        tokens.
 
         Raises:
-            Exception: the step failed, and none of its requests had a logits processor; all
-                requests are dropped.
+            Exception: a step without logits processors failed; all requests are dropped.
             RuntimeError: another thread is in the middle of a step, or this process is a fork of
                 the process that built the engine. Nothing has changed.
         """

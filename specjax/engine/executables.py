@@ -267,7 +267,7 @@ def _options() -> list[tuple[str, Any]]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Yield a value. If it is a dataclass or a tuple, also yield what it contains, recursively."""
+    """Yield a value, and recursively the fields of a dataclass or the items of a tuple."""
     yield value
     held = ()
     if is_dataclass(value) and not isinstance(value, type):

@@ -200,7 +200,7 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after the time limit. The error names a process that does not answer."""
+        """Set `error` after the time limit. It names a process that does not answer, if any."""
         self._answers.clear()
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS

@@ -57,9 +57,8 @@ class Launcher:
         """Launch a step's parts: chunks, and a round or the two parts of a split round.
 
         One part of a split round has the requests that draft, and the other part has the requests
-        that do not. If such a program is compiled, one program runs chunks and a round, or the two
-        parts of a split round. `page_tables` is `Residents.page_tables`. A round with grammars
-        is complete only after `settle`.
+        that do not. Two parts run as one program if a program for both is compiled. `page_tables`
+        is `Residents.page_tables`. A round with grammars is complete only after `settle`.
         """
         *before, last = parts
         if isinstance(last, DecodePlan) and last.is_rest and (split := self._split_of(parts)):

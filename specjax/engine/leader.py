@@ -52,7 +52,7 @@ class Result(NamedTuple):
 
 
 class _Follower:
-    """What process 0 knows of another process's programs."""
+    """The state of another process's programs, as far as process 0 knows it."""
 
     def __init__(self) -> None:
         self.ready: set[Program] = set()

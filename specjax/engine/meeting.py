@@ -101,8 +101,8 @@ def join(meeting: Meeting) -> Hosts:
 def _await_all(rank: int, meeting: Meeting) -> None:
     """Wait until every process has connected to process 0.
 
-    Call this before `jax.distributed.initialize`. If a process is missing, that function does not
-    raise an error; it ends this process after its time limit.
+    Call this before `jax.distributed.initialize`, which raises no error if a process is missing:
+    after its time limit, it ends this process.
 
     Raises:
         ValueError: process 0 cannot listen at the address and port, or the processes have different

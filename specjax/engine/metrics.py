@@ -1,4 +1,4 @@
-"""Counts what an engine does, such as steps, tokens and accepted drafts, from its start on."""
+"""Counts an engine's steps, tokens, accepted drafts and so on, from its start on."""
 
 import time
 from collections import Counter
@@ -32,8 +32,8 @@ class Metrics:
             draft token after a rejected draft token counts as not accepted. So the acceptance
             length of K drafts is 1 plus the sum of the first K rates.
         k_histogram: number of rounds per K.
-        request_k_histogram: for each number of draft tokens, how often a request had this number in
-            a round. A request may have fewer than K.
+        request_k_histogram: for each number of draft tokens from 0 to K, how often a request had
+            this number in a round.
         drafts_per_context: number of drafts by bucket of the request's length. The key of a bucket
             is its smallest length.
         accepted_tokens_per_context: number of accepted draft tokens by the same buckets.

@@ -6,7 +6,7 @@ for rounds, and a variant that serves most requests. If the host waits at condit
 `Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
 suffice for any step, but small steps need much padding. A smaller shape is compiled in the
 background once the padding that it would avoid has cost about as much time as compiling it would.
-If an earlier process has left its programs on disk, it is read much sooner. Requests that need a
+If the programs of the smaller shape are on disk, they are read much sooner. Requests that need a
 new variant wait until it is compiled; other requests do not wait.
 """
 
@@ -55,7 +55,7 @@ class Ready(NamedTuple):
 
 
 class Repertoire:
-    """The shapes and variants (extra work, such as log-probabilities) of one engine's steps."""
+    """Decides which shapes and variants (extra work) of steps can run, and compiles more."""
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
@@ -87,7 +87,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant (extra work) that requests with the demands `all_demands` need."""
+        """Return the variant (set of extra work) that does all the work in `all_demands`."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -129,7 +129,10 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile a variant's programs in the background. With `compile_ahead`, wait for them."""
+        """Compile the programs of a variant (a set of extra work) in the background.
+
+        With the option `compile_ahead`, wait for them.
+        """
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -222,10 +225,10 @@ class Repertoire:
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def settle(self, allowed_ms: float) -> None:
-        """Compile the programs whose absence has cost the most time since the last call.
+        """Compile in the background the programs whose absence cost the most since the last call.
 
-        They are compiled in the background. No more are compiled once the absence of all other
-        programs has cost at most `allowed_ms`.
+        The costliest come first, until the absence of all remaining programs together has cost at
+        most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())
@@ -309,7 +312,7 @@ class Repertoire:
     def _ask(self, variant: Variant) -> None:
         """Compile the programs of a variant (a set of extra work) in the background.
 
-        The programs without which the variant cannot run come first.
+        First come the few programs that suffice to run it, then those that make it fast.
         """
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)

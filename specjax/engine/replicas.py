@@ -101,7 +101,7 @@ class ReplicatedEngine:
     def step(self) -> list[Sequence]:
         """Run steps of all replicas until one step ends.
 
-        Return the samples that were changed by the steps that have ended.
+        Return the samples that gained tokens or ended. Several steps may have ended meanwhile.
 
         Raises:
             Exception: a step failed, and no other replica can take its requests; all requests are

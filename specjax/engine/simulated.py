@@ -297,5 +297,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Compute nothing. Return the last argument after `inputs`; None if there is none."""
+    """Compute nothing: return the last argument after `inputs`, or None without such arguments."""
     return handed[-1] if handed else None

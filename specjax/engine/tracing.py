@@ -145,8 +145,8 @@ def _leading(tree: Any) -> Any:
 class Jits(dict[tuple[Program, Trees, Division | None], Any]):
     """A dict of jitted programs that all have the same `Static`.
 
-    A key is (program, trees, division), with the meanings of `jitted`'s arguments. If a key is
-    missing, `jitted` is called when the key is looked up.
+    A key is (program, trees, division), with the meanings of `jitted`'s arguments. Looking up a
+    missing key calls `jitted`.
     """
 
     def __init__(self, static: Static):

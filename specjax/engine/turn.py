@@ -8,10 +8,10 @@ CALLER = -1  # the owner of the first turn
 
 
 class Turn:
-    """A lock that a thread holds under a number, its owner. At first, `CALLER` holds the lock.
+    """A lock that is held by an owner, which is a number and not a thread.
 
-    An owner that holds the lock may take it again, and an owner that does not hold the lock may
-    give it back. Both do nothing. So after Ctrl-C, an owner can simply take the lock again.
+    At first, `CALLER` holds the lock. An owner may take the lock again, or give a lock that it does
+    not hold; both do nothing. So after Ctrl-C, an owner can simply take the lock again.
     """
 
     def __init__(self):

@@ -52,9 +52,10 @@ def first_programs_of(
 ) -> list[Program]:
     """Return the programs that run a plan until its fastest programs are compiled.
 
-    The returned programs are slower, but all variants share most of them. A variant is a set of
-    extra work that requests need. So requests of a new variant can run early. Rounds run as several
-    programs, and drafts are made without logits processors, so that fewer drafts are accepted.
+    A variant is a set of extra work that requests need. All variants share most of the returned
+    programs, which are slower. So requests of a new variant need not wait long. Rounds run as
+    several programs, and drafts are made without logits processors, so that fewer drafts are
+    accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)

@@ -217,7 +217,7 @@ class GrammarMatcher:
 
     @property
     def dead_end(self) -> str | None:
-        """The reason why the output can neither go on nor end; None if it can go on or end."""
+        """The reason why the output is stuck (it can neither continue nor end), or None."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 

@@ -2,8 +2,8 @@
 
 A page is found by its `PageKey`. The key covers all tokens up to the page's end, because attention
 keys and values depend on all earlier tokens. The key also covers the token after the page, because
-what a drafter caches at a position may depend on the next token. So a cached page is valid for both
-the target and the drafter.
+a drafter's cached values at a position may depend on the next token. So a cached page is valid for
+both the target and the drafter.
 """
 
 from array import array
@@ -123,9 +123,9 @@ class PrefixCache:
 class PromptIndex:
     """Remembers prompts, to find the points at which they end or branch.
 
-    Later prompts may have the same tokens up to one of these points, and then reuse what is cached
-    there. So snapshots of recurrent states and pages of sliding-window layers are kept for these
-    points only. The keys of the latest `max_seen` pages are remembered.
+    Later prompts may have the same tokens up to one of these points, and then reuse the pages and
+    states cached there. So snapshots of recurrent states and pages of sliding-window layers are
+    kept for these points only. The keys of the latest `max_seen` pages are remembered.
     """
 
     def __init__(self, max_seen: int = MAX_SEEN):

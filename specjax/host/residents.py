@@ -33,7 +33,7 @@ class Residents:
         windows: SequenceOf[int] = (),
         max_drafts: int = 0,
     ):
-        """`num_snapshots` is None unless the model is recurrent. `windows` are sizes in tokens."""
+        """`num_snapshots` is None unless the model is recurrent. `windows` has sizes in tokens."""
         self._config = config
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots

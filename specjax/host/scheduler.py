@@ -55,9 +55,8 @@ class Scheduler:
     ):
         """`num_snapshots` is None unless the model is recurrent.
 
-        `draft_slots` is the number of extra rows per sequence for drafting. `windows` are the
-        sizes, in tokens, of sliding windows whose layers have separate pages. `suggester` is None
-        if all drafts come from the drafter.
+        `draft_slots` is the number of extra rows per sequence for drafting. `windows` are sizes
+        of sliding windows, in tokens. `suggester` is None if all drafts come from the drafter.
         """
         self.policy, self.suggester = policy, suggester or Suggester()
         self.num_preemptions = 0

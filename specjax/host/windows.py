@@ -15,8 +15,8 @@ from specjax.host.pages import PageAllocator
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
-    This is the maximum number in use. With prefix caching, the pages of one more window per request
-    are added. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
+    This is the maximum number of pages in use and, with prefix caching, one more window per
+    request. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:

@@ -183,8 +183,8 @@ def launches(
 def large_copies(found: list[Launch]) -> list[Launch]:
     """Return the kernels that write more than `LARGE_COPY` bytes.
 
-    GEMMs, Pallas kernels, and kernels that run only if a conditional takes another branch than 0
-    are left out.
+    The result excludes GEMMs, Pallas kernels, and kernels that do not run if every conditional
+    takes branch 0.
     """
     return [
         one

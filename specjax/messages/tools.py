@@ -136,7 +136,7 @@ def _read_function(tool: Mapping[str, Any], where: str) -> Function:
 
 
 def _faults(schema: Any, where: str, depth: int) -> Iterator[str]:
-    """Yield what is wrong with the form of a JSON schema."""
+    """Yield a message for each fault in the form of a JSON schema."""
     if isinstance(schema, bool) and depth:
         return
     if not isinstance(schema, Mapping):

@@ -239,22 +239,21 @@ class RolloutHistory:
             ValueError: the file has no complete rollout, or an option is invalid.
             OSError: the file cannot be read.
         """
-        with open(path, "rb") as file:
-            try:
-                state = {"identity": np.load(file), **{n: np.load(file) for n in _ARRAYS[:-1]}}
-                state["tokens"] = _whole_items(file)
-            except OSError:
-                raise
-            except Exception as error:  # NumPy parses headers as Python, which raises any
-                raise ValueError(f"{path} has no whole rollout: {error}") from error
-        history = cls.of(state, **options)
-        ends = np.cumsum(state["tail_lengths"] + state["lengths"])
-        num_whole = int(np.sum(ends <= len(state["tokens"])))
-        if not num_whole < len(ends):
-            return history
-        if not num_whole:
-            raise ValueError(f"{path} has no whole rollout: all of its {len(ends)} were cut off")
-        warn(f"{path} was cut short: {num_whole} of its {len(ends)} rollouts are whole")
+        cls(**options)  # an invalid option is not the file's fault
+        try:
+            state = _read(Path(path))
+            history = cls.of(state, **options)
+            ends = np.cumsum(state["tail_lengths"] + state["lengths"])
+            num_whole = int(np.sum(ends <= len(state["tokens"])))
+            if len(ends) and not num_whole:
+                raise ValueError(f"all of its {len(ends)} were cut off")
+        except ValueError as error:
+            raise ValueError(
+                f"{path} has no whole rollout: {error}. It was cut short, or RolloutHistory.save "
+                "did not write it; load another file, or begin a new RolloutHistory"
+            ) from error
+        if num_whole < len(ends):
+            warn(f"{path} was cut short: {num_whole} of its {len(ends)} rollouts are whole")
         return history
 
 
@@ -373,6 +372,24 @@ def _check_state(arrays: Mapping[str, np.ndarray], update: Any, vocab_size: Any)
             raise ValueError(f"{name} has a number outside of 0..{high}")
     if not is_integer(update):
         raise ValueError(f"update={update!r} is not an integer")
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays of a file that `RolloutHistory.save` wrote. The tokens may be cut short.
+
+    Raises:
+        ValueError: another array was cut short, or the file has other contents.
+        OSError: the file cannot be read.
+    """
+    names = "identity", *_ARRAYS[:-1]
+    with open(path, "rb") as file:
+        try:
+            state = {n: np.lib.format.read_array(file, allow_pickle=False) for n in names}
+            return state | {"tokens": _whole_items(file)}
+        except OSError:
+            raise
+        except Exception as error:  # NumPy parses headers as Python, which raises any
+            raise ValueError(str(error)) from error
 
 
 def _whole_items(file: BinaryIO) -> np.ndarray:

@@ -45,8 +45,8 @@ class Quantising:
 
     Attributes:
         plain: the plain weight, with an `Origin` instead of its array.
-        form: the quantised weight, with shapes instead of arrays. It still has its i32 arrays, such
-            as the order of inputs, because an update does not change them.
+        form: the quantised weight, with shapes instead of arrays. Only i32 arrays, such as the
+            order of inputs, are kept, because an update does not change them.
     """
 
     name: str  # the weight's path in the engine's tree

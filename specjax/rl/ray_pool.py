@@ -107,7 +107,7 @@ class WorkerPool:
     def change_all(
         self, change: Callable[[WorkerState], WorkerState], method: str, *args: Any
     ) -> None:
-        """Call a method of every worker's engine, and change what new workers start with."""
+        """Call a method of every worker's engine, and change the state of future workers."""
         with self._replacing:  # a worker that is replaced meanwhile would have the old state
             self.call_all(method, *args)
             self.state = change(self.state)

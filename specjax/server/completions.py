@@ -167,7 +167,7 @@ class CompletionForm:
     def _echoed(self, prompt: int, ids: list[int]) -> str:
         """Return the text of `ids`, the tokens of a prompt that the engine used.
 
-        They are fewer than the given tokens if the prompt was truncated.
+        If the prompt was truncated, `ids` are only a part of its tokens.
         """
         given = self._prompts[prompt]
         if "prompt" in given and len(given["prompt_token_ids"]) == len(ids):

@@ -194,7 +194,7 @@ class ServerSettings:
     def read_response_template(self) -> str | Mapping[str, Any] | None:
         """Return the setting `response_template`: a format's name, or the content of the file.
 
-        Return None if it is not set.
+        Return None without this setting.
 
         Raises:
             ValueError: it is neither the name of a format nor a file with a valid template.

@@ -15,8 +15,8 @@ def read_corpus(
     """Return the texts of the corpus `name` as lists of token ids.
 
     Raises:
-        ValueError: the name is empty or not a text, `texts` is not a list of texts or of lists of
-            token ids, a token id is not in the vocabulary, or a text needs a tokenizer.
+        ValueError: the name is empty or not a text, `texts` is malformed or has unknown token ids,
+            or a text needs a tokenizer.
     """
     where = f"corpus {name!r}"
     if not isinstance(name, str) or not name:
@@ -79,9 +79,8 @@ class CorpusMethods:
         token takes about 350 bytes of host memory.
 
         Raises:
-            ValueError: the engine does not draft from texts, there is a corpus of this name, the
-                name is empty, `texts` is not a list of texts or of lists of token ids of the
-                vocabulary, or a text needs a tokenizer.
+            ValueError: the engine does not draft from texts, the name is empty or in use, `texts`
+                is malformed or has unknown token ids, or a text needs a tokenizer.
         """
         self._index_corpus(name, self._read_corpus(name, texts))
 

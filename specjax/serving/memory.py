@@ -1,4 +1,4 @@
-"""Computes the memory that an engine needs, and how many pages fit into what is left."""
+"""Computes the memory that an engine needs, and how many pages fit into the rest."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -278,8 +278,8 @@ def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> 
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
     The device's default is halved until the recurrent states and their snapshots (a quarter of
-    their size) take at most half of the memory that the weights (`weights` bytes) leave free. If
-    the free memory is unknown, the device's default is returned.
+    their size) take at most half of the memory that is left after loading weights of `weights`
+    bytes. If the free memory is unknown, the device's default is returned.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot

@@ -95,10 +95,9 @@ def open_model(
             weights that are padded with zeros to divide them.
 
     Raises:
-        ValueError: `params` is missing for a `Model` value, or given with a checkpoint; `params`
-            contains NaN, infinity or a leaf that is not an array; the model cannot be divided, or
-            experts are to be divided, but the model has none; or `quantization` is given for a
-            `Model` value, or for a checkpoint whose weights are quantised.
+        ValueError: `params` is missing for a `Model` value, given with a checkpoint, or has invalid
+            leaves; the model cannot be divided as requested; or `quantization` is given for a
+            `Model` value or for quantised weights.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
     on = partial(_divided, num_devices=num_devices, divides_experts=divides_experts, log=log)

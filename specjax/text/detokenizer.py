@@ -20,10 +20,11 @@ TEXT = -1  # the result of `_kind` for a token that has text and is not a byte t
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The text of an output is what its tokens add to the text of the prompt. `context` holds the last
-    tokens of the prompt (see `prompt_context`). Bytes that are not UTF-8 become U+FFFD. If several
-    tokens spell a character, the last token adds the character. A byte-level tokenizer also decodes
-    an incomplete character to U+FFFD. Such a U+FFFD is added only when another token follows.
+    The text of an output is the text that its tokens add to the prompt's text. `context` holds the
+    last tokens of the prompt (see `prompt_context`). Bytes that are not UTF-8 become U+FFFD. If
+    several tokens spell a character, the last token adds the character. A byte-level tokenizer also
+    decodes an incomplete character to U+FFFD. Such a U+FFFD is added only when another token
+    follows.
 
     Stop texts are ignored until the output has `min_tokens` tokens. From then on, a token ends the
     output if a stop text ends in the text that the token adds. If several stop texts end there, the
@@ -137,8 +138,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
     A SentencePiece decoder omits the space before the first text that it decodes, so the output
     cannot be decoded alone. With SentencePiece, byte tokens at the end of the prompt are left out.
-    With other tokenizers, the list is empty if the prompt's text ends with U+FFFD, because the
-    prompt may then end inside a character, which is decoded to U+FFFD, too.
+    With other tokenizers, the list is empty if the prompt's text ends with U+FFFD: the prompt may
+    then end inside a character.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately

@@ -1,4 +1,4 @@
-"""A tiny target that has what `specjax bench` asks of one."""
+"""A tiny target with everything that `specjax bench` needs."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def files(checkpoints):
 
 @pytest.fixture(scope="session")
 def folder(checkpoints, files) -> Path:
-    """The same target with a tokenizer and a chat template."""
+    """A copy of the tiny target, with a tokenizer and a chat template."""
     made = checkpoints.copy(files.folder)
     train_tokenizer(read_questions(), VOCAB).save(str(made / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}

@@ -1,4 +1,4 @@
-"""Arrival times follow their law, and a client that does not keep to it is found out."""
+"""Arrival times follow their distribution, and a client that sends too late is detected."""
 
 import math
 
@@ -13,7 +13,7 @@ from specjax.bench.traffic.record import Record
 
 @pytest.mark.parametrize("rate, shape", [(4.0, 1.0), (20.0, 0.3), (0.5, 9.0)])
 def test_gaps_have_the_moments_of_a_gamma_distribution(rate, shape):
-    """Mean 1 / rate, variance 1 / (rate^2 shape); each within five standard errors."""
+    """Mean 1 / rate and variance 1 / (rate^2 shape), each within five standard errors."""
     count = 20_000
     gaps = np.diff(Arrivals(rate=rate, burstiness=shape).times(count, seed=7))
     variance = 1 / (rate**2 * shape)

@@ -1,4 +1,4 @@
-"""The check-up of drafters: a sound one passes, and every usual fault is named."""
+"""`info --check` accepts a correct drafter, and names each common fault of a drafter."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -31,7 +31,7 @@ K = 3
 
 
 def test_a_draft_model_that_is_the_target_is_always_right():
-    """As far as the text goes on as the target would: all of a greedy one, made without a cache."""
+    """On a greedy text, all drafts are accepted. On a random text, only the first drafts are."""
     target = demo_llama(64, 2, 64)
     params = jax.device_put(random_params(target.specs(), 0))
     length = 24
@@ -88,7 +88,7 @@ def test_demo_heads_pass(demo, method):
 
 
 class Late(ChainDrafter):
-    """Its head gets the features of the row before."""
+    """A faulty drafter, whose head gets the features of the row before."""
 
     def observe(self, target, params, state, seen):
         count, features = len(seen.following), seen.features
@@ -125,7 +125,7 @@ def test_faults_of_heads_are_named(demo):
 
 @pytest.mark.slow
 def test_an_mtp_module_is_checked():
-    """On questions, as far as the target would ask them."""
+    """The texts are questions. Drafts count as long as a question equals the target's choices."""
     folder = demo_folder("demo-qwen3.5")
     target, params = load_model(folder, np.dtype("float32"))
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=K)

@@ -1,4 +1,4 @@
-"""Data sets in their published formats, and what is wrong with a file: its line and field."""
+"""Data sets in their published formats. Errors about a file name the line and the field."""
 
 import gzip
 import json

@@ -18,7 +18,7 @@ DIVIDED = ("--tensor-parallel-size", "2", "--data-parallel-size", "2", "--collec
 
 @pytest.fixture(scope="module", autouse=True)
 def simulated():
-    """Engines whose outputs are the same with any drafter, and go on to their length."""
+    """Simulate engines whose outputs do not depend on the drafter, and have full length."""
     with simulated_engines(TextScript(VOCAB, ids=range(2, VOCAB))):
         yield
 
@@ -37,7 +37,7 @@ def run(*argv):
 
 
 def test_replicas_are_compared_as_one_engine_is(options, tmp_path):
-    """Steps and acceptance are of each replica, tokens per second of both."""
+    """Steps and acceptance are counted per replica, and tokens per second over both replicas."""
     sizes = ["--k", "2,0", "--num-prompts", "4", "--batch-size", "1"]
     files = tmp_path / "one.json", tmp_path / "divided.json"
     run("bench", *options, *sizes, "--output", str(files[0]))

@@ -1,4 +1,4 @@
-"""Whether the machine was free: planted figures, and what a process really uses."""
+"""Signs of a busy machine: for made-up figures, and for this process."""
 
 import subprocess
 import time
@@ -29,7 +29,7 @@ def test_share_of_the_cpu_time_that_was_asked_for(seconds, ran, waited, share, i
 
 
 def test_threads_that_wait_for_each_other_are_no_other_program():
-    """Three threads on one core, or sixteen on eight: they cannot have more than all cores."""
+    """Three threads on one core, or sixteen on eight, can use all cores but no more."""
     assert cpu_share([CpuTime(1, 1.0, 2.0)], num_cpus=1) == 1
     assert cpu_share([CpuTime(1, 7.8, 8.2)], num_cpus=8) > machine.MIN_SHARE
     assert cpu_share([], num_cpus=2) is None and cpu_share([CpuTime(1, 0, 0)], 2) is None

@@ -1,4 +1,4 @@
-"""Interleaving, and counting between two snapshots of an engine's counters."""
+"""Configurations take turns, and runs are counted between two snapshots of the counters."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from specjax.sampling_params import SamplingParams
 
 @pytest.fixture
 def engine():
-    """A simulated one, whose prompts of four tokens take two steps; its seventh token is 26."""
+    """A simulated engine. It prefills four tokens in two steps. Its seventh token is 26."""
     config = EngineConfig(max_model_len=16, num_pages=4, page_size=8, max_num_batched_tokens=2)
     return simulated_engine(replace(config, max_num_seqs=1), StaticPolicy(0))
 

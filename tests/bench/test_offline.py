@@ -1,4 +1,4 @@
-"""`specjax bench latency` and `throughput`, on a simulated device, and their peers."""
+"""`specjax bench latency` and `throughput`, and their peers, on a simulated device."""
 
 import contextlib
 import io
@@ -29,14 +29,17 @@ LATENCY = "avg_latency latencies percentiles model_id"
 
 @pytest.fixture(scope="module", autouse=True)
 def simulated():
-    """Engines whose outputs are the same with any drafter, and go on to their length."""
+    """Simulate engines whose outputs have full length and do not depend on the drafter."""
     with simulated_engines(TextScript(VOCAB, ids=range(2, VOCAB))):
         yield
 
 
 @pytest.fixture(scope="module")
 def bench(folder, tmp_path_factory):
-    """Run a command with prompt lookup; return what it printed, and the JSON it wrote."""
+    """Return a function that runs a benchmark with prompt lookup.
+
+    It returns the printed text and the JSON file's content.
+    """
 
     def run(command, *argv, code=0):
         file, printed = tmp_path_factory.mktemp("bench") / "result.json", io.StringIO()
@@ -115,7 +118,7 @@ def test_an_interrupt_keeps_the_rounds_so_far(bench, monkeypatch):
 
 
 def test_counts_of_drafts_follow_from_rounds():
-    """Three rounds of (drafts, accepted): the sums by hand."""
+    """The expected counts are computed by hand from a few rounds (drafts, accepted drafts)."""
     counts = Accepted.of_rounds([(3, 3), (3, 1), (1, 0)])
     assert counts.accepted_per_position == (2, 1, 1) and counts.drafted_per_position == (3, 2, 2)
     figures = (counts + Accepted.of_rounds([(4, 4)])).as_json()
@@ -160,7 +163,7 @@ def test_a_peer_keeps_each_round_and_needs_its_packages(monkeypatch):
 
 
 def test_transformers_in_padded_batches_gives_what_it_gives_alone(folder, files):
-    """Left padding, the end of an output and its length, against one prompt at a time."""
+    """Batches that are padded on the left have the same outputs as single prompts."""
     import torch
     from transformers import AutoModelForCausalLM
 

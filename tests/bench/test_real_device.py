@@ -1,4 +1,4 @@
-"""`specjax profile` and `specjax bench sweep`, once and at small on the real device."""
+"""A short run of `specjax profile` and of `specjax bench sweep` on the real device."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The repetition of outputs against its definition."""
+"""The measure of repetition in outputs, compared with its definition."""
 
 import random
 

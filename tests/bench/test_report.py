@@ -1,4 +1,4 @@
-"""Figures from runs that are made up, so that every figure is known."""
+"""Figures of made-up runs, for which every figure is known."""
 
 import json
 from pathlib import Path
@@ -57,9 +57,10 @@ def test_figures_of_one_run():
 
 
 def test_the_ratio_is_what_the_row_itself_shows():
-    """Medians of rates, of ratios and of times would each come from another round.
+    """The medians of rates, of ratios and of times would each come from another round.
 
-    The machine slows down fourfold in the last round: pairs do not see it, medians alone would.
+    The machine is four times slower in the last round. Ratios within a round are not affected, but
+    medians of the separate figures are.
     """
     base = [plain_run(i, seconds=seconds) for i, seconds in enumerate((1, 1, 4))]
     runs = [

@@ -1,4 +1,4 @@
-"""Reports of a result, read by other parsers, and comparisons of results with known noise."""
+"""Reports, read by other parsers; and comparisons of results whose noise is known."""
 
 import json
 import re
@@ -26,7 +26,7 @@ RANDOM = np.random.default_rng(3)
 
 
 def served(latencies=(0.5, 0.25), *, settings=(), dataset=(), rounds=(), **top):
-    """The JSON of a result of `bench serve`, with a name that is HTML, SVG and Markdown."""
+    """Return the JSON of a `bench serve` result whose name needs escaping in every format."""
     counts = Accepted.of_rounds(ROUNDS).as_json()
     histograms = [(1.0, {"3": 2}), (2.0, {"3": 2}), (3.0, {"3": 5, "0": 1})]
     details = Details(
@@ -199,7 +199,7 @@ def test_a_bootstrap_of_requests_covers_the_true_ratio():
 
 
 def test_pairs_on_the_same_prompts_cover_the_true_ratio():
-    """Prompts differ from each other by far more than runs do."""
+    """Prompts differ from each other much more than runs of the same prompts do."""
     found = []
     for _ in range(400):
         sizes = np.exp(RANDOM.normal(size=12))
@@ -218,7 +218,7 @@ def test_pairs_on_the_same_prompts_cover_the_true_ratio():
 
 @pytest.fixture
 def compared(tmp_path, capsys):
-    """Compare two results, or lists of repeated ones."""
+    """Return a function that runs `bench compare` on two results, or on two lists of them."""
 
     def compared(before, after, *options):
         sides = []
@@ -264,7 +264,7 @@ def test_compare_lists_settings_and_tells_noise_from_change(compared):
 
 
 def test_repeated_results_tell_how_runs_differ(compared):
-    """Runs of one side differ by 10 %, so 5 % more is noise; twice as much is not."""
+    """Repeated runs differ by 10 %, so a change of 5 % is noise, and a change of 100 % is not."""
     runs = [100.0, 110.0, 90.0]
 
     def change(factor):

@@ -1,4 +1,4 @@
-"""`specjax bench serve` against servers whose times are known, and against `specjax serve`."""
+"""`specjax bench serve`, on servers with known times and on `specjax serve`."""
 
 import contextlib
 import io
@@ -42,7 +42,7 @@ SPECULATION += ["accepted_tokens", "per_position_acceptance_rates"]
 
 
 def bench(*argv, code=0):
-    """Run a command; return its JSON."""
+    """Run `specjax bench serve`, and return its JSON."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert main(["bench", "serve", *map(str, argv), "--json"]) == code
@@ -51,12 +51,12 @@ def bench(*argv, code=0):
 
 @pytest.fixture
 def asked(folder):
-    """Options for a server of any model."""
+    """Options of `bench serve` that suit any model."""
     return ["--tokenizer", folder, "--num-prompts", 4, "--output-len", 10, "--num-warmups", 1]
 
 
 def test_times_are_those_of_the_server(asked):
-    """The clocks of server and client agree, up to what a busy machine adds."""
+    """The measured times equal the server's pauses, plus the delays of a busy machine."""
     with timed_server(seconds=SECONDS, tokens=TOKENS) as server:
         vllm = ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", 99]
         found = bench("--base-url", server.url, *asked, *vllm, "--goodput", "ttft:10s", "tpot:1ms")
@@ -191,7 +191,7 @@ def test_near_ties_are_told_from_mismatches(before, after, best, temperature, ex
 
 
 def test_chats_and_a_peer_that_is_started(served, asked, folder, tmp_path, monkeypatch):
-    """The peer is a program called vllm, which sends what `TimedServer` sends."""
+    """The peer is a program named vllm, which answers like a `TimedServer`."""
     support = Path(__file__).parents[1]
     program = tmp_path / "vllm"
     code = f"""#!{sys.executable}

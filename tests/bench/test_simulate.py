@@ -1,4 +1,4 @@
-"""What `specjax bench simulate` reports."""
+"""The results of `specjax bench simulate`."""
 
 import json
 from collections import Counter
@@ -53,8 +53,10 @@ def test_report(capsys, profile, policy):
     assert 0.8 < report["makespan_ratio_to_oracle"] < 2
 
 
-def test_text(capsys, profile):
+def test_text(capsys, caplog, profile):
+    caplog.set_level("INFO", "specjax")
     assert main([*COMMAND, "--profile", profile, "--policy", "static:2", *SMALL]) == 0
+    assert caplog.messages[0] == "simulating static:2, seed 0, run 1 of 4"
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
     assert lines[0] == ["over", "seeds", "mean", "least", "most"]
@@ -71,7 +73,7 @@ def test_who_knows_more_regrets_less(capsys, profile):
 
 
 def test_requests_may_differ_in_their_drafts(capsys, profile):
-    """And in their contexts, which cost nothing in this profile."""
+    """Only some requests draft in a split round. Contexts cost no time in this profile."""
     options = ["--requests", "32", "--seeds", "1"]
     split = simulate(capsys, profile, "adaptive", *options, "--context", "5000")
     whole = simulate(capsys, profile, "adaptive", *options, "--one-k")
@@ -89,7 +91,7 @@ def test_requests_may_differ_in_their_drafts(capsys, profile):
 
 
 def test_a_shift_is_for_those_who_learn(capsys, profile, tmp_path):
-    """As does a policy that adapts, or a profile whose rates are learned online."""
+    """After a shift of acceptance, policies that learn rates have less regret than a profile."""
     online = tmp_path / "online.json"
     online.write_text(json.dumps(PROFILE | {"is_online": True}))
     shift = ["--acceptance-shift", "-4", "--seeds", "1"]

@@ -26,7 +26,7 @@ SUFFIX = {"method": "eagle3", "with": ["suffix"]}
 
 
 class SlowScript(TextScript):
-    """Its rounds last long enough for times to compare, on a busy machine too."""
+    """A script whose rounds take long enough to be compared, even on a busy machine."""
 
     def draft(self, *arguments):
         """See `Script`."""
@@ -36,14 +36,14 @@ class SlowScript(TextScript):
 
 @pytest.fixture(scope="module", autouse=True)
 def simulated():
-    """Engines whose outputs are the same with any drafter, and go on to their length."""
+    """Simulate engines whose outputs do not depend on the drafter, and have full length."""
     with simulated_engines(SlowScript(VOCAB, ids=range(2, VOCAB))):
         yield
 
 
 @pytest.fixture(scope="module")
 def options(checkpoints, files, folder):
-    """The command's options for a tiny target, and a drafter with and one without a source."""
+    """Options for a tiny target and two drafters, one of them with a further source of drafts."""
     head, with_suffix = checkpoints.eagle3(files, draft_vocab=200).folder, SUFFIX
     return [
         *("bench", "--model", str(folder), "--k", "2,0"),
@@ -55,7 +55,7 @@ def options(checkpoints, files, folder):
 
 @pytest.fixture(scope="module")
 def result(options, tmp_path_factory):
-    """What the command printed, and the report it wrote."""
+    """The printed text and the JSON report of a run."""
     file, printed = tmp_path_factory.mktemp("bench") / "report.json", io.StringIO()
     with contextlib.redirect_stdout(printed):
         paths = "--output", str(file), "--report", str(file.with_suffix(".md"))
@@ -123,7 +123,7 @@ def test_the_report_says_what_it_is_of(result):
 
 
 def test_what_a_round_costs_is_printed_and_whether_times_are_in_doubt(options, monkeypatch, capsys):
-    """Here the process gets a third of the time that it asks for."""
+    """In this test, the process gets only a third of the CPU time that its threads need."""
     monkeypatch.setattr(CpuTime, "since", lambda start: CpuTime(1.0, 0.3, 0.6))
     assert main(options) == 0
     printed = capsys.readouterr().out
@@ -145,7 +145,7 @@ def test_a_batch_decodes_together_above_temperature_0(options, capsys):
 
 
 def test_a_large_batch_has_room_for_what_drafting_adds(checkpoints, files, folder):
-    """Rows of 24 requests with 11 drafts, and 10 more for drafting: over 512."""
+    """24 requests with 11 drafts and 10 further rows for drafting need more than 512 rows."""
     k, batch = 11, 24
     head = checkpoints.p_eagle(files, mask_token_id=0).folder
     argv = ["--model", str(folder), "--drafter", f"p_eagle={head}", "--k", str(k)]
@@ -182,7 +182,7 @@ def test_by_default_little_of_the_demo_is_measured(given, drafters, ks, num_prom
 
 
 def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, caplog, monkeypatch):
-    """Each row is printed as soon as it is measured: before the next drafter is compiled."""
+    """Each row is printed as soon as it is measured, before the next drafter is compiled."""
     printed = []
 
     def emit(record):

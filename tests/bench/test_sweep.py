@@ -1,4 +1,4 @@
-"""`specjax bench sweep` and `specjax profile` end to end on a simulated device."""
+"""Whole runs of `specjax bench sweep` and `specjax profile`, on a simulated device."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ VOCAB = 300
 
 @pytest.fixture(scope="module", autouse=True)
 def simulated():
-    """Engines whose outputs are the same with any drafter."""
+    """Simulate engines whose outputs do not depend on the drafter."""
     with simulated_engines(TextScript(VOCAB)):
         yield
 
@@ -32,7 +32,7 @@ def head(checkpoints, files):
 
 @pytest.fixture(scope="module")
 def options(folder, head):
-    """What both commands share."""
+    """The options for both commands."""
     sizes = ["--k", "0,2", "--batch-size", "1,2", "--max-tokens", "10", "--rounds", "1"]
     return ["--model", str(folder), "--drafter", f"eagle={head}", *sizes]
 
@@ -46,7 +46,7 @@ def run(*argv):
 
 @pytest.fixture(scope="module")
 def profile(options, tmp_path_factory):
-    """The file that `specjax profile` writes, and what it printed."""
+    """The profile that `specjax profile` writes, and the printed text."""
     file = tmp_path_factory.mktemp("profile") / "profile.json"
     return file, run("profile", *options, "--output", str(file))
 
@@ -78,7 +78,7 @@ def test_a_profile_serves_the_model_it_is_of_and_no_other(profile, folder, head,
 
 
 def test_rates_are_those_of_what_was_looked_at():
-    """4 of 6 first drafts stood; of those, 1 of 3 seconds, one having been cut off."""
+    """4 of 6 first drafts are accepted. 3 of these 4 rounds have a second draft; 1 is accepted."""
     counts = {(2, 0): 2, (2, 1): 2, (2, 2): 1, (1, 1): 1}
     verdicts = {DraftOutcome(*verdict): count for verdict, count in counts.items()}
     assert unconditional(verdicts, 3) == pytest.approx((4 / 6, 4 / 6 / 3, 0))
@@ -86,7 +86,7 @@ def test_rates_are_those_of_what_was_looked_at():
 
 @pytest.fixture(scope="module")
 def sweep(options, profile, tmp_path_factory):
-    """The report of `specjax bench sweep`, what it printed, and the plot."""
+    """The report of `specjax bench sweep`, the printed text, and the path of the plot."""
     folder = tmp_path_factory.mktemp("sweep")
     plot, file = folder / "plot.png", folder / "report.json"
     more = ["--profile", str(profile[0]), "--plot", str(plot), "--output", str(file)]
@@ -115,7 +115,7 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
 
 
 def test_both_speak_and_measure_without_matplotlib(options, monkeypatch, tmp_path, caplog, capsys):
-    """Lines name what is measured, and a plot is refused at once only where one is asked for."""
+    """Log lines name the current work. A plot is refused at once, but only if it is requested."""
     caplog.set_level("INFO", "specjax")
     for name in ["matplotlib", *(m for m in sys.modules if m.startswith("matplotlib."))]:
         monkeypatch.setitem(sys.modules, name, None)

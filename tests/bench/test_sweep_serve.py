@@ -1,4 +1,4 @@
-"""`specjax bench sweep serve` against servers whose times are known."""
+"""`specjax bench sweep serve` on servers with known times."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ SECONDS, TOKENS = [0.03, 0.03], [2, 3]
 
 @pytest.fixture
 def sweep(folder, tmp_path):
-    """Run a command against a server; return the code, what it printed, and its JSON."""
+    """Return a function that runs the command, and returns its exit code, printed text and JSON."""
 
     def sweep(server, *argv):
         printed, file = io.StringIO(), tmp_path / "sweep.json"
@@ -65,7 +65,7 @@ def test_cells_are_results_of_serve_and_points_of_charts(sweep, tmp_path):
 
 @pytest.mark.parametrize("dies_at", [7, 9])
 def test_a_server_that_dies_leaves_its_cells(sweep, dies_at):
-    """A cell has one request that warms up and four others: it dies in the second one."""
+    """A cell sends one warm-up request and four others, so the server dies in the second cell."""
     with timed_server(seconds=SECONDS, tokens=TOKENS, dies_at=dies_at) as server:
         code, printed, found = sweep(server, "--request-rate", "50,100,inf")
     assert code == 1 and "not measured: all at once" in printed

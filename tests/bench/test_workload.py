@@ -1,4 +1,4 @@
-"""The prompts that ship, and the requests made of them."""
+"""The prompts in the package, and the requests that are made from them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The runner of benchmarks/gpu: no case takes another one's results with it. None needs a GPU."""
+"""The runner of benchmarks/gpu: a failed case does not lose other results. No test needs a GPU."""
 
 import importlib
 import json
@@ -47,7 +47,7 @@ def dies(setting):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """benchmarks/gpu's run, cases, machine and pairs, imported as its scripts import each other."""
+    """The modules run, cases, machine and pairs of benchmarks/gpu."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield [importlib.import_module(name) for name in ("run", "cases", "machine", "pairs")]
     for path in FOLDER.glob("*.py"):  # plain names, which others may have, too
@@ -56,7 +56,7 @@ def runner(monkeypatch):
 
 @pytest.fixture
 def results(runner, tmp_path, monkeypatch):
-    """Runs cases of the module above: (name, function, seconds, others), ... -> the lines."""
+    """Return a function that runs cases of `CASES`, and returns the lines of results."""
     run, cases, machine, _ = runner
     (tmp_path / "made_up.py").write_text(CASES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -103,7 +103,7 @@ def test_cases_that_fail_lose_nothing(results):
 
 
 def test_two_cases_that_give_nothing_end_a_run(results):
-    """The card hangs; each of the others would take all its time as well."""
+    """After two hung cases, the GPU is probably hung, and further cases would only waste time."""
     hung = [(f"hung {i}", "good", 0.3, {"least": 0.1}) for i in range(2)]  # ends in its imports
     lines = results(*hung, ("late", "good", 30.0, {}))
     assert list(endings(lines).values()) == ["timeout", "timeout", "skipped"]
@@ -123,7 +123,7 @@ def is_running(pid):
 
 
 def test_what_lines_say(results, tmp_path):
-    """Where they come from; what figures are of the copy bandwidth; what the budget left out."""
+    """Lines have their provenance, the fraction of the copy bandwidth, and the skipped cases."""
     given = ("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0})
     lines = results(*given, budget=20, roots=(tmp_path / "old", BENCHMARKS.parent))
     for line in lines:
@@ -179,7 +179,7 @@ def test_cases_by_name_and_group(runner):
 
 @pytest.fixture
 def report(monkeypatch):
-    """benchmarks/report.py, imported as it runs."""
+    """The module benchmarks/report.py, imported as when it runs."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module("report")
     for name in [name for name in sys.modules if name in ("gpu", "report") or name[:4] == "gpu."]:
@@ -245,7 +245,7 @@ def test_rows_of_a_report(report, tmp_path):
 
 
 def test_the_readme_shows_what_was_recorded():
-    """Milliseconds per step, and in brackets those of the pull request."""
+    """The README has milliseconds per step and, in brackets, the figures of vLLM's pull request."""
     root = BENCHMARKS.parent
     recorded = (root / "benchmarks" / "results" / "gpu.jsonl").read_text().splitlines()
     steps = {

@@ -1,4 +1,4 @@
-"""The server under a short load, on a simulated device."""
+"""A short load test of the server, on a simulated device."""
 
 import importlib
 import json

@@ -1,6 +1,6 @@
-"""Damaged tensors of quantised matrices: every format, every tensor, every kind of damage.
+"""Damaged tensors of quantised matrices, for every format, tensor and kind of damage.
 
-Errors name the tensor. Nothing else is loaded: the tensors are in memory.
+Errors name the tensor. The tensors are in memory; no other tensor is loaded.
 """
 
 import re
@@ -41,7 +41,7 @@ def as_array(tensor):
 
 
 def read(form, arrays):
-    """Read the matrix m.weight that a form's tensors store."""
+    """Return the matrix m.weight, given the tensors in which a quantised format stores it."""
     tensors: Any = {
         f"m.{name}": SimpleNamespace(
             path=Path("file"), dtype=x.dtype, shape=x.shape, read=lambda x=x: x
@@ -94,9 +94,10 @@ def test_tensors_that_are_missing(written):
 
 
 def test_tensors_of_wrong_shapes(written):
-    """Of other sizes along each axis, and with another number of axes.
+    """The shapes have another size along one axis, or another number of axes.
 
-    Some are a matrix of another shape, which does not fit the model, or have other groups.
+    Some wrong shapes are read without an error: as a matrix of another shape, which the model then
+    refuses, or as a matrix with other groups.
     """
     form, arrays, meant = written
     for name in arrays.keys() - {*UNUSED, "weight_shape"}:
@@ -141,6 +142,6 @@ def test_groups_that_do_not_cover_their_inputs(written):
     ],
 )
 def test_other_formats_are_not_read(config):
-    """The error of a checkpoint lists `described()`."""
+    """Other formats give None. The error message for such a checkpoint lists all known formats."""
     assert read_format(config) is None
     assert all(one.described in described() for one in FORMATS)

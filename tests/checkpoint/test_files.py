@@ -1,4 +1,4 @@
-"""Folders of weights against torch and safetensors as writers, whole and damaged."""
+"""Folders of weights, whole and damaged, written by torch and safetensors."""
 
 import json
 import tracemalloc
@@ -119,7 +119,7 @@ def test_a_file_that_shrinks_after_opening_is_noticed(tmp_path):
 
 
 def test_a_bit_flip_in_the_table_never_changes_a_size_or_place(tmp_path):
-    """A flip is refused, or leaves the same bytes under a name, dtype or shape of equal size."""
+    """A flipped bit is an error, or changes only a name, or a dtype or shape of the same size."""
     path = tmp_path / SAFE
     generator = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.weight": torch.randn(3, 5, generator=generator) for i in range(2)}

@@ -1,4 +1,4 @@
-"""Folders and hub ids, with the real client on a made cache, and a fake one for downloads."""
+"""Folders and hub ids: the real hub client on a local cache, and a fake client for downloads."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from specjax.checkpoint.hub import resolve
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """An empty hub cache, and no network."""
+    """An empty hub cache, without network access."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"

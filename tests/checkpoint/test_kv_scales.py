@@ -1,4 +1,4 @@
-"""Scales of keys and values in checkpoints: all names, and what is not a scale."""
+"""Scales of keys and values in checkpoints: all names, and tensors that are no valid scale."""
 
 import re
 
@@ -27,7 +27,7 @@ NAMES = {
 
 
 def read(folder, tensors):
-    """The scales of two layers in a checkpoint of these tensors; its names are longer."""
+    """Return the scales of two layers, from a checkpoint with these tensors under longer names."""
     longer = {f"model.language_model.{name}": np.asarray(x) for name, x in tensors.items()}
     save_file({**longer, "x.k_scale": np.full(2, 7)}, folder / "model.safetensors")
 
@@ -40,7 +40,7 @@ def read(folder, tensors):
 
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 def test_scales_have_many_names(names, tmp_path):
-    """And shapes, and dtypes. A layer without scales, or a value without, has 1."""
+    """Scales also have several shapes and dtypes. A missing scale is 1."""
     k, v = (f"layers.1.self_attn.{name}" for name in names)
     tensors = {k: np.full((1, 1), 0.25, np.float32), v: np.full(1, 3, np.float16)}
     assert read(tmp_path, tensors) == (KVScales(), KVScales(0.25, 3.0))
@@ -71,7 +71,7 @@ def test_what_is_not_a_scale_is_named(said, tmp_path):
 
 
 def with_scales(checkpoints, kind, scales):
-    """A copy of a tiny target with tensors of scales by layer and name."""
+    """Return a copy of a tiny target with scales, given by layer and name."""
     import torch
 
     folder = checkpoints.copy(checkpoints.target(kind).folder)
@@ -92,7 +92,10 @@ def with_scales(checkpoints, kind, scales):
     ],
 )
 def test_layers_get_their_scales(kind, expected, checkpoints):
-    """Latents and their rotated parts have that of keys. In int8 a checkpoint's are not used."""
+    """Latents and their rotated parts use the keys' scale.
+
+    With int8, the checkpoint's scales are unused.
+    """
     scales = {(1, "k_proj.k_scale"): 0.5, (1, "v_proj.v_scale"): 0.25}
     source = open_model(with_scales(checkpoints, kind, scales))
     lines = []
@@ -106,7 +109,7 @@ def test_layers_get_their_scales(kind, expected, checkpoints):
 
 @pytest.mark.slow
 def test_a_scale_that_is_too_small_cuts_values(checkpoints):
-    """In fp8, where scales are used; in the model's dtype they do nothing."""
+    """A tiny scale changes outputs with fp8 pages, which use scales, but not with plain pages."""
     plain = checkpoints.target("llama").folder
     names = [(layer, f"{one}_proj.{one}_scale") for layer in (0, 1) for one in "kv"]
     scaled = with_scales(checkpoints, "llama", dict.fromkeys(names, 1e-6))

@@ -1,4 +1,4 @@
-"""Experts in MXFP4, which stay packed, against what transformers makes of them."""
+"""Experts in MXFP4, which stay packed, compared with transformers' dequantised experts."""
 
 from dataclasses import replace
 
@@ -28,7 +28,7 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
 def packed(num_experts, num_in, num_out):
-    """Blocks and scales, with every number and many scales."""
+    """Return blocks and scales that have every 4-bit number and many scales."""
     rng = np.random.default_rng(0)
     shape = num_experts, num_out, num_in // 32
     scales = rng.integers(119, 124, shape).astype(np.uint8)
@@ -36,7 +36,7 @@ def packed(num_experts, num_in, num_out):
 
 
 def unpacked(blocks, scales, dtype):
-    """[E, in, out] as transformers has it."""
+    """Return the weights [E, in, out], dequantised by transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     return convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=dtype)
@@ -44,7 +44,7 @@ def unpacked(blocks, scales, dtype):
 
 @pytest.mark.parametrize("num_in", [64, 96])
 def test_every_number_is_what_transformers_makes_of_it(num_in):
-    """Of a matrix that is unpacked while loading, and of one that stays packed."""
+    """One matrix is dequantised while loading, and another one stays packed."""
     blocks, scales = packed(3, num_in, 40)
     scales[0] = np.arange(20 * num_in // 16).reshape(40, -1) + 67  # from 2^-60 to 2^59 at most
     spec, bf16 = mxfp4_experts("x", 3, num_in, 40), np.dtype("bfloat16")
@@ -56,15 +56,19 @@ def test_every_number_is_what_transformers_makes_of_it(num_in):
     assert numbers.shape == kept.values.shape and exponents.shape == kept.scales.shape
     assert numbers.dtype == exponents.dtype == np.dtype(kept.values.dtype) == np.uint8
     found = jax.jit(spec.join, static_argnames="dtype")([blocks, scales], dtype=bf16)
+    here = spec.join([blocks, scales], bf16)
+    pairs = ((kept.values, blocks, numbers), (kept.scales, scales, exponents))
+    for one, given, on_device in pairs:
+        np.testing.assert_array_equal(one.join([given], bf16), on_device)
     expected = unpacked(blocks, scales, torch.bfloat16).float().numpy()
     plain = replace(kept, values=numbers, scales=exponents).plain(bf16).values
-    for one in found, plain:
+    for one in found, here, plain:
         assert one.shape == spec.shape == (3, num_in, 40)
         np.testing.assert_array_equal(np.asarray(one, np.float32), expected)
 
 
 def test_loading_unpacks_nothing_on_the_way():
-    """The program that packs numbers anew needs no memory but for its result."""
+    """The program that reorders packed numbers needs almost no memory besides its result."""
     spec = mxfp4_specs(mxfp4_experts("x", 4, 256, 64)).values
     (shape,) = spec.file_shapes
     given = [jax.ShapeDtypeStruct(shape, jnp.uint8)]
@@ -75,7 +79,7 @@ def test_loading_unpacks_nothing_on_the_way():
 
 @pytest.fixture(scope="module")
 def packings(checkpoints, rewrite_tensors):
-    """(a checkpoint with packed experts, the same with unpacked ones); a run is half empty."""
+    """Return two folders of one model: one with packed experts, one with dequantised experts."""
     target = checkpoints.target("gpt_oss", num_hidden_layers=3).folder
     made = checkpoints.copy(target, **MXFP4), checkpoints.copy(target)
     names = "gate_up_proj", "down_proj"
@@ -97,7 +101,7 @@ def packings(checkpoints, rewrite_tensors):
 
 
 def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
-    """What is saved is plain. The bytes are known before loading."""
+    """Saved weights are dequantised. The loaded size in bytes is known before loading."""
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
     assert {type(layer.mlp.down) for layer in params.layers} == {PackedExperts}
     bytes_ = sum(x.nbytes for x in jax.tree.leaves(params))
@@ -109,7 +113,10 @@ def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
 
 
 def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
-    """A trainer of the plain model has other names; the scales may be others."""
+    """An update with weights that MXFP4 can represent is exact.
+
+    A trainer's names are the plain model's.
+    """
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
     other = jax.tree.map(lambda x: 0 * x if x.dtype == np.uint8 else x, params)
     made = updated(model, other, packings[1])
@@ -124,7 +131,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(packings):
 
 
 def test_parts_of_several_devices_stay_packed(packings):
-    """Half of the inner columns each."""
+    """Each of two devices has half of the experts' inner columns."""
     lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])
     for folder in packings:
         loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])
@@ -134,7 +141,7 @@ def test_parts_of_several_devices_stay_packed(packings):
 
 @pytest.mark.slow
 def test_the_same_tokens_with_and_without_drafts(packings):
-    """Drafts on two devices, which have half of the experts each."""
+    """With drafts, the model runs on two devices, each with half of the experts."""
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
     made = []

@@ -1,4 +1,4 @@
-"""Weights in float8 with scales, against torch's rule for each."""
+"""Float8 weights with scales, for each form of scales, compared with dequantisation in torch."""
 
 import re
 from functools import cache
@@ -34,7 +34,7 @@ BLOCK = (8, 12)  # divides some of the sizes and not others
 
 
 def compressed(strategy, **others):
-    """A config of compressed-tensors."""
+    """Return a quantization_config of compressed-tensors."""
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, **others}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": {"dynamic": True}}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
@@ -61,7 +61,7 @@ FORMS = {
 
 
 def quantised(weight, sides):
-    """(float8 tensor, scales) of a matrix's shape; the numbers are others."""
+    """Return float8 numbers of `weight`'s shape, their scales, and the weight they represent."""
     sides = [side or n for n, side in zip(weight.shape, sides, strict=True)]
     rows, columns = (-(-n // side) for n, side in zip(weight.shape, sides, strict=True))
     stored = (8 * weight).to(torch.float8_e4m3fn)
@@ -72,7 +72,7 @@ def quantised(weight, sides):
 
 @pytest.fixture(scope="module")
 def folders_of(checkpoints, rewrite_tensors):
-    """(a folder in float8, one with the weights that these stand for), of a model and a form."""
+    """Return a function that makes two folders of a model: in float8, and dequantised."""
 
     @cache
     def make(kind, form, **config):
@@ -112,7 +112,7 @@ def folders_of(checkpoints, rewrite_tensors):
     ],
 )
 def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form, dtype):
-    """Experts as well. What is not a matrix is unpacked. The bytes are known before loading."""
+    """Experts stay in float8, too. Tensors that are not matrices are dequantised."""
     folders, loaded = folders_of(kind, form), []
     for folder in folders:
         model, params = load_model(folder, np.dtype(dtype))
@@ -147,10 +147,10 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, for
 
 @pytest.mark.slow
 def test_latents_stay_in_float8(folders_of):
-    """Of heads that begin within a block. Seeds draw the tokens of the plain weights, also with
-    drafts of a module in float8.
+    """Latent projections stay in float8, even if heads begin inside a block of scales.
 
-    So they do after an update by weights of a trainer, as exactly as the blocks allow.
+    Tokens are the dequantised model's tokens, also with an MTP module in float8, and after an
+    update with a trainer's weights, up to the rounding of blocks.
     """
     folders = folders_of("deepseek_v3", "tall", qk_nope_head_dim=32, v_head_dim=16)
     (model, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
@@ -172,7 +172,7 @@ def test_latents_stay_in_float8(folders_of):
 
 
 def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):
-    """They stay as they are. What is saved is always plain."""
+    """Parts of a merged matrix that are stored plain stay plain. Saved weights are always plain."""
     narrow, plain = folders_of("llama", "block")
     mixed, name = checkpoints.copy(narrow), "model.layers.0.self_attn.k_proj.weight"
     key = {name: safetensors.load_file(plain / "model.safetensors")[name]}

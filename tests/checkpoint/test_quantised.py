@@ -1,4 +1,4 @@
-"""Weights of 4 bits and of 8-bit integers, by the tools and tables of their formats."""
+"""Weights in 4 bits and in 8-bit integers, compared with each format's own tool or definition."""
 
 import json
 from functools import cache, partial
@@ -47,7 +47,7 @@ def folders_of(checkpoints):
 
 
 def kinds_of(params):
-    """The kinds of the matrices, and of the parts of merged ones."""
+    """Return the classes of all weights, including the parts of merged weights."""
     leaves = jax.tree.leaves(params, is_leaf=is_weight)
     parts = [part for x in leaves if isinstance(x, Mixed) for part in x.values]
     return {type(x) for x in [*leaves, *parts]}
@@ -78,7 +78,7 @@ def kinds_of(params):
     ],
 )
 def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, dtype, expected):
-    """Bit for bit. The bytes are known before loading."""
+    """Weights equal the tool's bit for bit. The loaded size in bytes is known before loading."""
     loaded = []
     for folder in folders_of(kind, form, **SIZES.get(kind, {})):
         model, params = load_model(folder, np.dtype(dtype))
@@ -111,7 +111,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, for
 
 @pytest.mark.slow
 def test_the_same_tokens_with_and_without_drafts(folders_of):
-    """Requests drawn from seeds, by a hybrid whose module is packed as well."""
+    """Requests at several temperatures, on a hybrid model whose MTP module is also packed."""
     folder = folders_of("qwen3_5_text", "awq")[0]
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
@@ -144,7 +144,7 @@ STEM = "model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def damaged(checkpoints, folders_of, rewrite_tensors):
-    """Load a small Llama in a form, with tensors of its first matrix changed."""
+    """Return a function that loads a small Llama after changes to its first matrix's tensors."""
 
     def load(form, change, **config):
         folder = checkpoints.copy(folders_of("llama", form)[0], **config)
@@ -199,7 +199,7 @@ def test_groups_that_do_not_cover(damaged):
 
 
 def test_config_and_tensors_of_different_kinds(damaged, checkpoints, folders_of):
-    """Quantised tensors need a config that says so. Without them, a line says so."""
+    """Quantised tensors without a quantization_config are an error; the reverse is only logged."""
     load, _ = damaged("awq", dict, quantization_config=None)
     refusal(load, "belongs to a quantised matrix", "no quantization_config")
     plain = folders_of("llama", "awq")[1]
@@ -222,7 +222,7 @@ def test_other_formats_are_named_with_what_is_supported(checkpoints, folders_of,
 
 
 def test_parts_with_other_groups_keep_them(damaged):
-    """The matrix is several, whose products are adjacent."""
+    """If parts of a merged matrix have different group sizes, they are stored separately."""
     written: Any = FORMS["pack-channel"].write(torch.ones(32, 32))
     load, _ = damaged("pack-32", lambda x: written[0])
     qkv = load()[1].layers[0].attention.qkv

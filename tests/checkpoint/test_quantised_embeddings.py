@@ -1,4 +1,4 @@
-"""Embeddings that compressed-tensors has quantised: they stay packed, and rows are dequantised."""
+"""Embeddings quantised by compressed-tensors stay packed, and rows are dequantised when read."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ NAME = "model.embed_tokens.weight"
     scope="module", params=[("pack-32", True), ("int-channel", False), ("pack-64", True)], ids=str
 )
 def folders(request, checkpoints, rewrite_tensors):
-    """(a folder with a quantised embedding, one with the weights that it stands for)."""
+    """Return two folders of one model: with a quantised and with a dequantised embedding."""
     form, is_tied = request.param
     target = checkpoints.target("llama", hidden_size=64, tie_word_embeddings=is_tied).folder
     config = FORMS[form].config | {"ignore": []}
@@ -53,7 +53,7 @@ def folders(request, checkpoints, rewrite_tensors):
 
 
 def test_they_stay_packed(folders, tmp_path):
-    """Bit for bit what the tool says, also divided and as new weights; and known before loading."""
+    """Rows equal the tool's bit for bit, also on several devices and after an update."""
     (model, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
     assert type(params.embedding) is StoredTable
     jax.tree.map(np.testing.assert_array_equal, dequantise(params, FLOAT32), expected)

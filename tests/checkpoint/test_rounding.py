@@ -1,4 +1,4 @@
-"""Plain checkpoints that are quantised while they are loaded, against compressed-tensors' tool."""
+"""Plain checkpoints that are quantised while loading, compared with compressed-tensors."""
 
 import weakref
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def in_memory(array, path="file"):
 
 @pytest.mark.parametrize("bits", TOOLS)
 def test_numbers_and_scales_are_those_of_the_tool(bits):
-    """But for ties, which XLA's quotients decide otherwise; also of zeros, which no scale suits."""
+    """Only ties may be rounded differently, because XLA divides differently. One row is zero."""
     weight = np.random.default_rng(0).normal(0, 0.1, (24, 256)).astype(np.float32)
     weight[3], weight[5, 7] = 0, 9.0
     stored, meant = TOOLS[bits].write(torch.tensor(weight))
@@ -81,7 +81,7 @@ def test_numbers_and_scales_are_those_of_the_tool(bits):
     ],
 )
 def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, expected):
-    """The rest is as it was. The bytes are known before loading."""
+    """All other weights are unchanged. The loaded size in bytes is known before loading."""
     folder = checkpoints.target(kind, **(WIDE if bits == "int4" else {})).folder
     model, lines = describe_checkpoint(folder, read_config(folder)), []
     plain = load_weights(folder, model, FLOAT32)
@@ -105,7 +105,7 @@ def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, 
 
 @pytest.mark.slow
 def test_the_same_tokens_with_and_without_drafts(checkpoints):
-    """Requests drawn from seeds; others than the plain checkpoint's."""
+    """Tokens of a quantised model are the same with drafts, and differ from the plain model's."""
     folder = checkpoints.target("llama", **WIDE).folder
     prompts, made = random_prompts(5, 20, 33, vocab_size=96), []
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
@@ -116,7 +116,7 @@ def test_the_same_tokens_with_and_without_drafts(checkpoints):
 
 
 def test_the_plain_model_is_never_in_memory_as_a_whole(monkeypatch):
-    """At most the tensors of the arrays that are being read, of which there are 4."""
+    """At most the tensors of the 4 arrays that are being read are in memory."""
     alive, most, read = weakref.WeakValueDictionary(), [0], StoredTensor.read
 
     def counted(self):
@@ -149,7 +149,7 @@ def test_what_cannot_be_quantised_is_refused(checkpoints, rewrite_tensors):
 
 @pytest.mark.parametrize("bits", TOOLS)
 def test_a_written_folder(checkpoints, tmp_path, capsys, bits):
-    """transformers has our logits; specjax draws the tokens of `quantization`."""
+    """transformers computes our logits from it, and engines the tokens of `quantization`."""
     source = checkpoints.with_letters(checkpoints.target("llama", **WIDE).folder)
     assert main(["quantize", str(source), str(tmp_path), "--quantization", bits]) == 0
     assert f"quantised to {bits}; the largest" in capsys.readouterr().out

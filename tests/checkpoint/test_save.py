@@ -1,4 +1,4 @@
-"""Saving: the same bits back through our reader and through safetensors, and no half files."""
+"""Saved tensors have the same bits in our reader and in safetensors. No partial files remain."""
 
 import tracemalloc
 

@@ -1,4 +1,4 @@
-"""Arrays from file tensors and back, each element against where the file's layout puts it."""
+"""Conversions between file tensors and arrays put each element where the file's layout has it."""
 
 from itertools import accumulate, pairwise
 from math import prod
@@ -22,14 +22,17 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def numbered(spec):
-    """File tensors of the spec, no two elements alike."""
+    """Return file tensors of the spec in which all elements differ."""
     ends = [*accumulate(map(prod, spec.file_shapes), initial=1)]
     numbers = [np.arange(start, end, dtype=np.float32) for start, end in pairwise(ends)]
     return [x.reshape(shape) for x, shape in zip(numbers, spec.file_shapes, strict=True)]
 
 
 def check(pairs):
-    """Of each spec and what is expected: join gives it, and split undoes it."""
+    """For pairs (spec, expected array): `join` gives the array, and `split` inverts `join`.
+
+    `join` gives the same array on the host.
+    """
     specs, expected = zip(*pairs, strict=True)
     join = jax.jit(lambda parts: [s.join(p, FLOAT32) for s, p in zip(specs, parts, strict=True)])
     joined = join([numbered(spec) for spec in specs])
@@ -37,6 +40,9 @@ def check(pairs):
         assert array.shape == spec.shape == wanted.shape
         np.testing.assert_array_equal(array, wanted, str(spec))
         parts, back = numbered(spec), spec.split(wanted)
+        on_host = spec.join(parts, FLOAT32)
+        assert isinstance(on_host, np.ndarray)
+        np.testing.assert_array_equal(on_host, wanted, str(spec))
         if spec.is_stored:
             np.testing.assert_array_equal(parts[0], wanted)
         assert tuple(back) == spec.names
@@ -68,7 +74,7 @@ def test_what_each_kind_of_spec_makes():
 
 
 def test_interleaved_projections_by_hand():
-    """Two heads of a query row, two key rows and a value row; of one part; and as they are."""
+    """Cases: rows interleaved as 1 query, 2 keys, 1 value; pairs of rows; and a plain part."""
     parts = {"qkv": (1, 2, 1), "gated": (2, 2)}
     spec = projection(["qkv", "gated", "out"], 2, [8, 4, 1], interleaved=parts)
     order = [0, 4, 1, 2, 5, 6, 3, 7, *range(8, 13)]

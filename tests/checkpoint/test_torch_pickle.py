@@ -1,4 +1,4 @@
-"""The torch reader against torch.save: layouts, damage, and pickles that try to run code."""
+"""The reader of torch pickles, compared with torch.save: layouts, damage, and malicious code."""
 
 import io
 import os
@@ -23,7 +23,7 @@ def path(tmp_path):
 
 
 def save_pickle(path, stream, byte_order=b"little"):
-    """A torch archive around a hand-made pickle, with one storage of four floats."""
+    """Write a torch archive that has a hand-made pickle, and one storage of four floats."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", stream)
         archive.writestr("archive/byteorder", byte_order)
@@ -95,7 +95,7 @@ SOUND = b"I0\n(I3\nt(I1\nt"
 
 
 def one_tensor(layout=SOUND, storage=STORAGE % (b"0", 4)):
-    """A pickle of {"a": tensor}; `layout` is the pickled offset, shape and strides."""
+    """Return a pickle of {"a": tensor}; `layout` is the pickled offset, shape and strides."""
     return b"\x80\x02}Va\n" + TENSOR % (storage, layout) + b"s."
 
 

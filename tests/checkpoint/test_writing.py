@@ -1,4 +1,4 @@
-"""A full disk: the error names the file, and what was there before is still there."""
+"""A full disk: the error names the file, and earlier files are kept."""
 
 import errno
 import os
@@ -25,7 +25,7 @@ def full(*path):
 
 @pytest.fixture(params=["ENOSPC", "RLIMIT_FSIZE"])
 def small_disk(request, monkeypatch):
-    """No file gets beyond a page, by what fsync says or by the kernel's own limit."""
+    """Make writes of more than a page fail: by an error of fsync, or by a limit of the kernel."""
     if request.param == "ENOSPC":
         monkeypatch.setattr(os, "fsync", full())
         yield errno.ENOSPC

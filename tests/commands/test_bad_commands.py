@@ -1,8 +1,7 @@
-"""Commands that cannot be carried out end with 2 and one line that names option and value.
+"""Commands that cannot run exit with 2 and a line that names the option and its value.
 
-What argparse refuses has a usage before it. Engines are simulated, and nothing is trained. A
-command is written as on a command line; MODEL stands for a target with a tokenizer, and PROFILE for
-a profile.
+Before that line, errors of argparse print the usage. Engines are simulated, and nothing is trained.
+In a command, MODEL is replaced by a target with a tokenizer, and PROFILE by a profile.
 """
 
 import json
@@ -31,7 +30,10 @@ def profile(tmp_path_factory):
 
 @pytest.fixture
 def refused(capsys, letters, profile, monkeypatch):
-    """Run a command that must fail, before any step is compiled, and look at its last line."""
+    """Return a function that runs a command that must fail before compiling.
+
+    The command's last line must have the given words.
+    """
     monkeypatch.setattr(compiler, "check_tools", lambda: None)
     monkeypatch.setattr(compiler.subprocess, "run", Mock(side_effect=AssertionError("compiled")))
 
@@ -285,7 +287,7 @@ def test_bad_commands(refused, command, words):
 
 @pytest.mark.parametrize("command, words", BENCH, ids=label)
 def test_bad_options_of_what_measures(refused, monkeypatch, command, words):
-    """They are noticed before anything is loaded."""
+    """Benchmarks refuse these options before anything is loaded."""
     monkeypatch.setattr(LLM, "__init__", None)
     refused(f"{command} --drafter eagle=MODEL --model MODEL", words)
 
@@ -312,7 +314,7 @@ ROWS = [
 
 @pytest.mark.parametrize("name, row, words", ROWS, ids=label)
 def test_bad_rows(refused, tmp_path, name, row, words):
-    """Of prompts, and of data to train on."""
+    """Bad rows in files of prompts and of training data."""
     command, file = (
         "generate --model MODEL --max-model-len 64 --json --prompts-file",
         tmp_path / name,
@@ -353,7 +355,7 @@ def test_files_that_are_of_another_kind(refused, checkpoints, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("command", ["profile --output", "bench --output", "bench sweep --plot"])
 def test_a_folder_that_may_not_be_written(refused, command, monkeypatch, tmp_path):
-    """Whoever runs the tests may be allowed to write everywhere."""
+    """The error is simulated, because the user of the tests may be allowed to write anywhere."""
 
     def refuse(dir):
         raise PermissionError(13, "Permission denied", str(dir))
@@ -366,7 +368,7 @@ def test_a_folder_that_may_not_be_written(refused, command, monkeypatch, tmp_pat
 
 @pytest.fixture
 def data(tmp_path):
-    """A file of one document."""
+    """The path of a data file with one document."""
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "hello"}\n')
     return path
@@ -394,7 +396,7 @@ def test_bad_options_of_training(refused, data, tmp_path, options, words):
 
 
 def test_a_place_that_cannot_be_written(refused, data, tmp_path):
-    """It is noticed before anything is trained or generated."""
+    """The output path is refused before anything is trained or generated."""
     refused(f"train target --data {data} --out {data}", f"--out {data}", "is a file")
     answers = f"train answers --target MODEL --data {data} --out"
     refused(f"{answers} {tmp_path}", f"--out {tmp_path}", "is a folder")

@@ -1,4 +1,4 @@
-"""`specjax generate` on a simulated device: what is printed, when, and by engines of which size."""
+"""`specjax generate` on a simulated device: its printed outputs, and the sizes of its engine."""
 
 import json
 import signal
@@ -28,7 +28,7 @@ def model(checkpoints):
 
 @pytest.fixture(autouse=True)
 def engines(monkeypatch):
-    """The configs of the engines that are built, on a simulated device."""
+    """The configs of all engines that the test builds, on a simulated device."""
     configs = []
     with simulated_engines(TextScript(VOCAB)):
         make = LLM.__init__
@@ -43,7 +43,7 @@ def engines(monkeypatch):
 
 @pytest.fixture
 def given(monkeypatch):
-    """The sampling parameters of the requests."""
+    """The sampling parameters with which `LLM.generate_stream` was called."""
     seen, stream = [], LLM.generate_stream
     monkeypatch.setattr(
         LLM, "generate_stream", lambda *a, **b: seen.append(a[2]) or stream(*a, **b)
@@ -52,7 +52,7 @@ def given(monkeypatch):
 
 
 def generate(capsys, *argv):
-    """The outputs that a command prints, in the order of prompts, and its metrics."""
+    """Run the command; return the printed outputs, in the order of prompts, and the metrics."""
     assert main(["generate", *argv, "--json"]) == 0
     *outputs, last = map(json.loads, capsys.readouterr().out.splitlines())
     return sorted(outputs, key=lambda one: one["request_id"]), last["metrics"]
@@ -94,7 +94,7 @@ def test_samples_and_their_logprobs(model, capsys):
 
 
 def test_outputs_are_printed_as_they_finish(model, capsys, monkeypatch, tmp_path):
-    """The longer prompt leaves room for a shorter output, which does not wait for the other."""
+    """The longer prompt has a shorter output, which is printed first."""
     file = tmp_path / "prompts.txt"
     file.write_text("ab\n\n" + "ab" * 20 + "\n")
     argv = ["generate", "--model", model, *SMALL, "--prompts-file", str(file), "--ignore-eos"]
@@ -184,7 +184,7 @@ def test_streams_that_wait_for_the_end_tell_how_far_they_are(model, monkeypatch,
 
 
 def test_a_reader_that_leaves_is_no_error():
-    """As in `specjax generate ... | head -1`."""
+    """The reader closes the pipe early, as in `specjax generate ... | head -1`."""
     code = (
         "import sys, types\nfrom specjax import cli\n"
         "def run(args):\n    print('first', flush=True)\n    sys.stdin.readline()\n"

@@ -1,4 +1,4 @@
-"""`specjax info` against transformers' models of published configs; both forms of the report."""
+"""`specjax info` for published configs, compared with transformers' models; and its two forms."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ USABLE = {"h100": 81559 * MIB * 9 // 10, "h200": 143771 * MIB * 9 // 10}
 
 
 class Sums:
-    """What a published model takes: parameters by transformers, the rest from its config."""
+    """Sizes of a published model: parameters by transformers, other sizes from its config."""
 
     def __init__(self, name):
         config = transformers.AutoConfig.from_pretrained(CONFIGS / name).get_text_config()
@@ -52,7 +52,7 @@ class Sums:
 
     @cached_property
     def sizes(self):
-        """By name; corrections of routers are buffers in torch."""
+        """The number of elements by name, including buffers such as the routers' corrections."""
         kept = [*self.model.named_parameters(), *self.model.named_buffers()]
         return {name: x.numel() for name, x in kept if "inv_freq" not in name}
 
@@ -60,18 +60,18 @@ class Sums:
         return sum(self.sizes.values())
 
     def exact(self):
-        """Parameters that are f32 whatever the rest is."""
+        """The number of parameters that are always f32."""
         ends = "A_log", "dt_bias", "e_score_correction_bias"
         return sum(size for name, size in self.sizes.items() if name.endswith(ends))
 
     def mxfp4(self):
-        """Parameters that published files have in four bits: 17 bytes for 32 of them."""
+        """The number of parameters that are published in MXFP4: 17 bytes for 32 parameters."""
         ends = "experts.gate_up_proj", "experts.down_proj"
         is_packed = self.config.model_type == "gpt_oss"
         return sum(n for name, n in self.sizes.items() if is_packed and name.endswith(ends))
 
     def mtp(self):
-        """A layer of attention, the last, and what joins the states to the embeddings."""
+        """The parameters of an MTP module: an attention layer, norms and a projection."""
         where = f"layers.{self.num_attention + self.num_delta - 1}."
         layer = sum(size for name, size in self.sizes.items() if where in name)
         return 2 * self.dim * self.dim + 3 * self.dim + layer
@@ -90,8 +90,11 @@ class Sums:
         )
 
     def rings(self, num_drafts):
-        """Inputs in bf16 of W + K tokens; in f32 corrections of K + 1, keys and decays of twice
-        as many."""
+        """The bytes of a request's ring buffers, for rounds of K drafts.
+
+        With a convolution of width W, the buffers have W + K inputs in bf16 and, in f32, K + 1
+        corrections and 2 (K + 1) keys and decays.
+        """
         rows = num_drafts + 1
         inputs = 2 * (self.config.linear_conv_kernel_dim - 1 + rows) * self.channels
         kept = self.values * self.value_dim + 2 * (self.keys + self.values)
@@ -113,7 +116,7 @@ def sums():
 
 @pytest.fixture(scope="module")
 def reports():
-    """Every published model with K = 3 where it has a module of its own."""
+    """The reports of all published models, with K = 3 if the model has an MTP module."""
     return {name: describe(name) for name in ALL}
 
 
@@ -152,8 +155,11 @@ def test_keys_and_values_per_token(reports, sums):
 
 
 def test_windows_leave_the_room_to_other_layers(reports, sums):
-    """Half of gpt-oss's layers have windows of 128 tokens: 256 requests have so many, 8 pages, once
-    for themselves and once cached, with 4 for a round and parts; and there is a chunk of 8192."""
+    """In gpt-oss, half of the layers have windows of 128 tokens, which are 8 pages.
+
+    Each of 256 requests has 8 pages in use, 8 cached pages and 4 for rounds. A chunk of 8192 tokens
+    has 512 pages.
+    """
     for name in "gpt-oss-20b", "Qwen3-8B":
         token, h200 = sums[name].kv_per_token(sums[name].num_attention), reports[name]["h200"]
         own, num_pages, full = None, 0, token
@@ -201,7 +207,7 @@ def test_the_largest_batch_is_the_last_that_fits(reports, sums, name, gpu):
 
 
 def test_what_each_of_several_devices_would_hold(capsys, sums):
-    """DeepSeek-V3, whose 671 billion parameters are more than eight H200s hold in bf16.
+    """DeepSeek-V3 has 671 billion parameters, too many in bf16 for eight H200s.
 
     Each device has the whole cache of latents.
     """
@@ -222,7 +228,7 @@ def test_what_each_of_several_devices_would_hold(capsys, sums):
 
 
 def test_weights_of_each_device(capsys, sums):
-    """Norms are on each device; all else of a Llama divides evenly, heads and keys too."""
+    """Each device has all norms, and a quarter of all other weights of a Llama."""
     found = run_json(capsys, str(CONFIGS / "Llama-3.1-8B"), "--devices", "4")["h200"]
     norms = (2 * 32 + 1) * 4096
     weights = 2 * ((sums["Llama-3.1-8B"].parameters() - norms) // 4 + norms)
@@ -233,7 +239,7 @@ def test_weights_of_each_device(capsys, sums):
 
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
 def test_the_first_three_lines_answer(capsys, monkeypatch, name):
-    """Whether it fits, how many requests, what context: the report's own figures."""
+    """Whether the model fits, how many requests, and which context: the report's figures."""
     monkeypatch.setattr("specjax.serving.memory.read_memory", lambda: None)
     argv = [str(CONFIGS / name), "--max-num-seqs", "3", "--max-model-len", "1000"]
     report = run_json(capsys, *argv)
@@ -313,7 +319,7 @@ def test_values_in_text():
 
 
 def test_the_text_is_the_report(capsys, monkeypatch):
-    """A section each, without what there is nothing of, after the answer."""
+    """After the answer, the text has a section per key. Empty sections and values are left out."""
     made = {"answer": {"fits": "yes"}, "some_place": {"a_b": 5, "c": None}, "drafter": None}
     assert list(as_lines(made)) == ["fits      yes", "", "some place", f"  {'a b':30}5"]
     memory = Memory("the machine", 2**33, None)

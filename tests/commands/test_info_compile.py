@@ -1,4 +1,4 @@
-"""`specjax info --compile`: what is counted without compiling anything."""
+"""`specjax info --compile`: the figures that are computed without compiling."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def minimum(is_deferred=False, **asked):
 
 
 def test_the_minimum_of_each_device():
-    """Norms and what reads the context of a draft head's layer stay whole."""
+    """Each device has all norms, and the draft head's weights that read the context."""
     one = minimum(model=LLAMA, batch=8, k=3, method="eagle")
     each = minimum(model=LLAMA, batch=8, k=3, method="eagle", tensor_parallel_size=4)
     assert 4 * each.keys_and_values == one.keys_and_values
@@ -66,7 +66,7 @@ def test_the_minimum_of_each_device():
 
 
 def test_the_minimum_of_whole_experts():
-    """Eight rows choose 64 of 128 experts: a quarter of each, or at most all 32 of a device."""
+    """Eight rows use 64 of 128 experts. A device reads a quarter of each, or at most its 32."""
     asked = {"model": MIXTURE, "batch": 8, "k": 0, "num_layers": 2, "tensor_parallel_size": 4}
     parts, whole = (minimum(**asked, enable_expert_parallel=own) for own in (False, True))
     expert = 2 * 3 * 2048 * 768
@@ -90,7 +90,7 @@ def test_the_minimum_of_llama_by_hand():
 
 @pytest.mark.parametrize("head, layers", [("int8", None), (None, "int4"), ("fp8", "int8")])
 def test_the_minimum_with_a_drafters_bits_by_hand(head, layers):
-    """A scale per output, or one of two bytes per output and 128 inputs. The target stays whole."""
+    """8-bit weights have an f32 scale per output, int4 a 2-byte scale per output and group."""
     asked = {"method": "eagle", "head_dtype": head, "quantization": layers}
     config = json.dumps({name: value for name, value in asked.items() if value})
     options = ["--k", "3", "--batch-size", "2", "--speculative-config", config]
@@ -134,7 +134,7 @@ def test_the_minimum_within_windows_and_of_experts():
 
 
 def test_the_minimum_of_drafters_by_hand():
-    """At batch size 1 and K = 5: once what one pass drafts with, and the output head."""
+    """At batch size 1 and K = 5, for heads that draft in one pass or in K passes."""
     dim, inner, vocab, kv, k, rank = 4096, 14336, 128256, 1024, 5, 256
     qkv, head, token = 2 * dim * (dim + 2 * kv), 2 * dim * vocab, 2 * 2 * kv
     layer = qkv + 2 * (dim * dim + 3 * dim * inner) + 4 * dim
@@ -175,7 +175,7 @@ def test_the_minimum_of_a_draft_model_is_the_model_s_own_once_per_draft():
 
 
 def test_only_experts_that_real_rows_can_reach_are_counted():
-    """Against routing that spreads as far as it can; padding goes where row 0 of the batch goes."""
+    """Compared with the routing that uses the most experts. Padding uses the experts of row 0."""
     for batch, width, rows, num_chosen, num_experts in [
         *((1, 8, 1, 4, 64), (1, 8, 4, 4, 64), (2, 4, 3, 8, 32), (8, 4, 4, 2, 128), (1, 8, 1, 8, 4)),
     ]:
@@ -219,7 +219,7 @@ def test_parts_of_a_step():
 
 
 def made(num_layers):
-    """What a compilation might say: a kernel per layer, one in a branch that is not taken."""
+    """Return a made-up report: a kernel per layer, and one kernel in a branch that is not taken."""
     kernels = [launch(f"jit(decode)/verify/{i}") for i in range(num_layers)]
     listed = [{**vars(one), "layer": i} for i, one in enumerate(kernels)]
     listed.append({**vars(launch("jit(decode)/settle/cond")), "branches": [["cond", 1]]})

@@ -1,4 +1,4 @@
-"""Bytes of quantised models from configs alone, against the same models with their weights."""
+"""Sizes of quantised models computed from configs alone, compared with the models' weights."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def without_weights(checkpoints, folder):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_config_tells_the_bytes(checkpoints, rewrite_tensors, capsys, form):
-    """Of matrices that it names or ignores, in every format of its own tool."""
+    """The config names quantised or ignored matrices, in the way of each format."""
     config = dict(FORMS[form].config)
     if config["quant_method"] == "modelopt":
         config["ignore"] = ["lm_head"]
@@ -62,7 +62,7 @@ def test_a_config_tells_the_bytes(checkpoints, rewrite_tensors, capsys, form):
     ],
 )
 def test_experts_of_a_config(checkpoints, capsys, kind, config):
-    """They have a byte or half a byte per weight, and scales."""
+    """Experts take a byte or half a byte per weight, and their scales."""
     target = checkpoints.target(kind).folder
     plain = weights_in(target, capsys)["loaded_bytes"]
     folder = without_weights(checkpoints, checkpoints.copy(target, quantization_config=config))
@@ -100,7 +100,7 @@ WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     ],
 )
 def test_configs_that_leave_things_open(checkpoints, capsys, weights, ignore):
-    """A report counts what they do not describe as plain."""
+    """Weights whose quantisation the config does not fully describe count as plain."""
     group = {"targets": ["Linear"], "weights": weights}
     config = {"quant_method": "compressed-tensors", "config_groups": {"g": group}, "ignore": ignore}
     target = checkpoints.target("llama", **WIDE).folder

@@ -1,4 +1,4 @@
-"""The commands on pages: the parser takes each of them."""
+"""The parser accepts all commands in the documentation."""
 
 import re
 import shlex
@@ -13,7 +13,7 @@ PAGES = ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").gl
 
 
 def commands_of(page):
-    """The arguments of each `specjax` command in a block of a page."""
+    """Yield the arguments of each `specjax` command in the code blocks of a page."""
     text = re.sub(r"\$\w+", "1", page.read_text().replace("\\\n", " "))  # variables of the shell
     fenced = "".join(re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M))
     indented = re.findall(r"^    (.*)", re.sub(r"^```.*?^```", "", text, flags=re.S | re.M), re.M)

@@ -1,6 +1,6 @@
-"""Fields of configs: transformers' own are all known and mean the same, and unknown ones warn.
+"""Config fields have transformers' meanings and defaults, and unknown fields raise a warning.
 
-Those that a model cannot have are in test_hf_config.py.
+Values that no model can have are in test_hf_config.py.
 """
 
 import json
@@ -32,13 +32,13 @@ DEFAULT_SIZES = {"glm4_moe": WIDTH, "glm4v_moe": {"text_config": {"num_attention
 
 
 def class_of(kind):
-    """transformers' class for a model type."""
+    """Return transformers' config class for a model type."""
     return pytest.importorskip("transformers").CONFIG_MAPPING[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_defaults_of_transformers_are_taken(kind):
-    """Without a warning, which would be an error here, and alike however they are saved."""
+    """Every saved form of a default config gives the same model, without a warning."""
     config = class_of(kind)(**DEFAULT_SIZES.get(kind, {}))
     given = config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string())
     one, *others = (describe_model(HFConfig(fields, "config.json")) for fields in given)
@@ -140,7 +140,7 @@ def test_fields_that_nobody_knows_are_warned_of():
 
 
 def test_older_names_in_published_gemma_configs():
-    """The rest of what they do not say is as transformers has it."""
+    """Other fields that these configs lack have transformers' defaults."""
     scaling = {"factor": 8.0, "rope_type": "linear"}
     model = described("gemma3_text", rope_scaling=scaling, num_hidden_layers=6)
     assert (model.rope.scaling, model.rope.factor, model.max_position) == ("linear", 8.0, 131072)
@@ -237,7 +237,7 @@ def test_scaled_rotations(name, outside, dim):
 
 
 def test_rope_scaling_replaces_what_transformers_has_saved():
-    """A card says to add it; transformers saves `rope_parameters`, with the base."""
+    """Model cards say to add `rope_scaling` to a config that already has `rope_parameters`."""
     saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     expected = described("qwen3", rope_parameters=QWEN3 | {"rope_theta": 1e6})
     assert described("qwen3", **saved, rope_scaling=QWEN3) == expected

@@ -1,4 +1,4 @@
-"""Drafters' files: names for the same tensors, and the device that they are loaded to."""
+"""Drafters' files: tensors under other names, unknown tensors, and the device of the weights."""
 
 import jax
 import numpy as np
@@ -14,7 +14,7 @@ FP32 = np.dtype("float32")
 
 
 def loaded(folder, target, method="eagle3", *, placement=None):
-    """(drafter, its parameters, the lines of the log)."""
+    """Load a head; return the drafter, its parameters and the log lines."""
     model, _ = load_model(target.folder, FP32)
     config, lines = SpeculativeConfig(method=method, model="", num_speculative_tokens=2), []
     return *load_drafter(folder, config, model, FP32, placement, log=lines.append), lines
@@ -22,7 +22,7 @@ def loaded(folder, target, method="eagle3", *, placement=None):
 
 @pytest.fixture
 def rewritten(tmp_path):
-    """Write a head's file once more, with other tensors."""
+    """Return a function that writes a copy of a head with other tensors."""
 
     def write(head, tensors):
         pytest.importorskip("safetensors.torch").save_file(tensors, tmp_path / "model.safetensors")
@@ -80,7 +80,10 @@ UNREAD = "verifier_norm.weight", "layers.0.self_attn.rotary_emb.inv_freq", "midl
 )
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_what_a_heads_file_holds_besides(checkpoints, rewritten, options, more, words, prefix):
-    """What cannot matter is named in the log, and what may is refused by name."""
+    """Further tensors that cannot matter are logged.
+
+    Tensors that may matter are refused by name.
+    """
     torch = pytest.importorskip("torch")
     target = checkpoints.target(num_hidden_layers=3)
     head = checkpoints.eagle3(target, **options)

@@ -1,4 +1,4 @@
-"""The contract of drafters that serving and updates of weights rely on."""
+"""Properties of drafters that serving and weight updates rely on."""
 
 import jax
 import pytest
@@ -25,7 +25,7 @@ def test_every_method_can_be_loaded():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_its_own_fields_go_with_a_method(method):
-    """And only one without a model of its own may leave that out."""
+    """Only methods without a separate checkpoint may omit "model"."""
     fields = {"method": method, "num_speculative_tokens": 2}
     if METHODS[method].needs_model:
         with pytest.raises(ValueError, match="lacks \\['model'\\]"):
@@ -39,7 +39,7 @@ def test_only_its_own_fields_go_with_a_method(method):
 
 
 def test_rows_that_drafting_adds_to_the_budget_of_a_step():
-    """As vLLM counts them (max_num_new_slots_for_drafting), which has no Medusa."""
+    """The numbers are vLLM's max_num_new_slots_for_drafting, which does not include Medusa."""
     table = {
         **dict.fromkeys(("eagle", "eagle3", "mtp"), (ChainDrafter, 0, 0, 0)),
         "dflash": (DFlashDrafter, 0, 0, 0),

@@ -1,4 +1,4 @@
-"""Edited logits, against loops over the tokens of each request; drafts count as committed ones."""
+"""Edited logits, compared with loops over each request's tokens and its earlier drafts."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def run(*arguments):
 
 
 def history_of(requests, rng, drafts):
-    """Their tokens with garbage behind, then the drafts."""
+    """Return the requests' tokens, then their drafts, then garbage."""
     tokens = rng.integers(0, 7, (len(requests), LENGTH))
     lengths = [len(one.prompt) + len(one.output) for one in requests]
     for row, one in zip(tokens, requests, strict=True):
@@ -57,7 +57,7 @@ def history_of(requests, rng, drafts):
 
 
 def random_logits(rng, *shape):
-    """With ties, zeros and values that are out already."""
+    """Return random logits, with ties, zeros and -inf."""
     logits = np.round(rng.normal(size=shape) * 3 * 8) / 8
     logits[rng.random(shape) < 0.05] = -np.inf
     logits[..., 0] = 0.5
@@ -96,7 +96,7 @@ def test_random_requests_beside_each_other(asked, vocab_size, k, seed):
 
 
 def test_a_bad_word_may_be_longer_than_the_history(asked):
-    """And a part of it, and all of it, from the prompt to the last draft."""
+    """Other words match the end of the history and drafts, or all tokens from the prompt on."""
     words = [2, 0, 1, 2, 5], [0, 0, 1, 2, 5], [0, 1, 2, 5], [0, 1, 2, 3, 4, 5]
     requests = [asked(SamplingParams(), [0, 1], [2], [[6] * 7 + [1], word]) for word in words]
     history = history_of(requests, np.random.default_rng(0), np.array([[3, 4]] * 4))
@@ -106,7 +106,7 @@ def test_a_bad_word_may_be_longer_than_the_history(asked):
 
 
 def test_rows_of_no_request_are_harmless(asked):
-    """Padding rows show whatever is in the last slot."""
+    """Padding rows have the options of the last slot, which may be garbage."""
     rng = np.random.default_rng(7)
     drafts = rng.integers(0, 9, (120, 3))
     requests = [asked.random(rng, 33, row.tolist()) for row in drafts]

@@ -1,4 +1,4 @@
-"""Configs and weights that a model cannot be made of are refused by field or tensor name."""
+"""Unusable configs and weights are refused, and the error names the field or tensor."""
 
 import json
 
@@ -211,7 +211,7 @@ METHODS = [
 
 @pytest.mark.parametrize("given", METHODS, ids=str)
 def test_quantised_weights_are_refused_by_their_method(given):
-    """In the config itself, and beside its text part."""
+    """The quantization_config is in the config of the text model, or next to its `text_config`."""
     method = given["quant_method"] if "quant_method" in given else given
     words = "quantization_config", repr(method), "bfloat16"
     whole = {"model_type": "qwen3_5", "text_config": CONFIG_SIZES, "quantization_config": given}
@@ -228,7 +228,7 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 @pytest.fixture
 def rewritten(checkpoints, rewrite_tensors):
-    """A folder of a model with a tensor less, or with more."""
+    """Return a function that writes a model's folder without some tensors, or with more tensors."""
     torch = pytest.importorskip("torch")
 
     def write(kind, removed=(), added=()):
@@ -274,7 +274,7 @@ def test_the_vision_tower_and_drafters_are_ignored(rewritten):
 
 
 def test_a_tower_alone_does_not_make_its_names_the_models(checkpoints):
-    """The prefix of the text part is told by its tensors, not by the config's nesting."""
+    """The prefix of the text model's tensors is found from the tensors, not from the config."""
     target = checkpoints.target("qwen3_5_text")
     config = json.loads((target.folder / "config.json").read_text())
     folder = checkpoints.copy(

@@ -1,4 +1,4 @@
-"""Loading: values against numpy on hand-made files, all faults in one error, host memory."""
+"""Loading: values compared with NumPy, errors that list all faults, and host memory."""
 
 import time
 import tracemalloc
@@ -49,13 +49,18 @@ def saved(folder, tensors):
 
 
 def loaded(folder, tensors, **options):
-    """The parameters of a file of float32, or the error."""
+    """Load a file of float32 tensors, and return the parameters."""
     return load_params(saved(folder, tensors), SPECS, np.dtype(np.float32), **options)
 
 
 @pytest.mark.parametrize("file_dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_arrays_are_merged_transposed_and_cast(tmp_path, file_dtype, dtype):
+@pytest.mark.parametrize("joins_here", [True, False])
+def test_arrays_are_merged_transposed_and_cast(
+    tmp_path, monkeypatch, file_dtype, dtype, joins_here
+):
+    if not joins_here:
+        monkeypatch.setattr(loading, "MAX_JOINED_HERE", -1)
     tensors = file_tensors(file_dtype)
     params = load_params(saved(tmp_path, tensors), SPECS, np.dtype(dtype))
     assert jax.tree.structure(params) == jax.tree.structure(SPECS)
@@ -97,8 +102,10 @@ def test_all_faults_are_in_one_error_and_long_lists_are_capped(tmp_path):
 
 @pytest.mark.parametrize("keeps_host", [True, False])
 def test_host_memory_is_the_arrays_and_little_more(tmp_path, monkeypatch, keeps_host):
-    """JAX on the CPU keeps the host's memory, so that the arrays themselves are counted; where the
-    device has its own, only those count that are being read."""
+    """At most the arrays that are being read take host memory, in addition to the results.
+
+    On a CPU, the results are in host memory, so they are counted, too.
+    """
     num, side = 20, 512
     specs = [projection([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     files, most = saved(tmp_path, file_tensors(np.float32, specs)), num + 2
@@ -134,17 +141,18 @@ def test_tensors_that_are_not_finite_are_named(tmp_path, bad):
     assert f"{tmp_path} has NaN or infinity in 0.k.weight, 1.norm; download" in str(error.value)
 
 
-def test_values_that_the_dtype_does_not_hold(tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_values_that_the_dtype_does_not_hold(tmp_path, dtype):
     tensors = file_tensors(np.float64)
     tensors["embed.weight"][0, 0] = 1e39
     files = saved(tmp_path, tensors)
     with np.errstate(over="ignore"), pytest.raises(CheckpointError, match="embed.*too large"):
-        load_params(files, SPECS, np.dtype(ml_dtypes.bfloat16))
+        load_params(files, SPECS, np.dtype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int32", "float8_e4m3fn"])
 def test_what_is_quantised_is_no_weight(tmp_path, dtype):
-    """As if it were, it would be loaded without the scales that it is quantised by."""
+    """A quantised tensor must not be loaded as a plain weight, without its scales."""
     tensors = file_tensors()
     tensors["0.k.weight"] = tensors["0.k.weight"].astype(dtype)
     layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
@@ -153,8 +161,11 @@ def test_what_is_quantised_is_no_weight(tmp_path, dtype):
         load_params(open_checkpoint(tmp_path), SPECS, np.dtype(np.float32))
 
 
-def test_each_device_has_its_heads(tmp_path):
-    """Three key heads on two devices: the second has one, and a head of zeros."""
+@pytest.mark.parametrize("joins_here", [True, False])
+def test_each_device_has_its_heads(tmp_path, monkeypatch, joins_here):
+    """Of three key heads on two devices, the second device has one, and a head of zeros."""
+    if not joins_here:
+        monkeypatch.setattr(loading, "MAX_JOINED_HERE", -1)
     heads, keys = grouped(6, 3, 2)
 
     def specs(num_heads, num_keys):

@@ -1,4 +1,4 @@
-"""The padding of a mixture of experts; what it computes is in tests/oracle/test_models.py."""
+"""The padding of mixtures of experts. Their results are in tests/oracle/test_models.py."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def test_padding_reads_no_experts_that_real_rows_do_not():
-    """Batch size 1: where all experts but those of the one real row are NaN, no row is NaN."""
+    """With one real row, all experts that it does not use are NaN, and no row becomes NaN."""
     rng, sizes = np.random.default_rng(0), Experts(NUM_EXPERTS, NUM_CHOSEN, INNER)
     shapes = (DIM, NUM_EXPERTS), (NUM_EXPERTS, DIM, 2 * INNER), (NUM_EXPERTS, INNER, DIM)
     x, *weights = (rng.normal(size=shape).astype(FLOAT32) for shape in [(ROWS, DIM), *shapes])

@@ -1,4 +1,4 @@
-"""Prompt lookup on the device, against a search through Python lists."""
+"""Prompt lookup on the device, compared with a search through Python lists."""
 
 import re
 
@@ -25,7 +25,7 @@ run = jax.jit(draft_of, static_argnums=(0, 2), compiler_options=quickly)
 
 
 def context_of(tokens, lengths, is_active=None):
-    """A context of which the drafter may see the history and who is active, nothing else."""
+    """Return a context with only the fields that this drafter may read."""
     if is_active is None:
         is_active = np.full(len(lengths), True)
     return DraftContext(
@@ -44,7 +44,7 @@ def context_of(tokens, lengths, is_active=None):
 
 
 def padded(histories, rng, length=LENGTH):
-    """Histories i32[B, length] with garbage behind, and their lengths."""
+    """Return histories i32[B, length], padded with garbage, and their lengths."""
     tokens = rng.choice(GARBAGE, (len(histories), length))
     for row, history in zip(tokens, histories, strict=True):
         row[: len(history)] = history
@@ -52,7 +52,7 @@ def padded(histories, rng, length=LENGTH):
 
 
 def search(history, shortest, longest, k):
-    """The drafts of one request, or None: the last occurrence of the longest suffix goes on."""
+    """Return a request's drafts, or None: the tokens after the last match of the longest suffix."""
     for n in range(min(longest, len(history) - 1), shortest - 1, -1):
         for start in range(len(history) - n - 1, -1, -1):
             if history[start : start + n] == history[-n:]:
@@ -74,7 +74,7 @@ def random_histories(rng, alphabet, count, length=LENGTH):
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("k, length", [(0, LENGTH), (3, LENGTH), (8, LENGTH), (2, 3)])
 def test_random_histories(bounds, k, length):
-    """Also where the longest match does not fit."""
+    """In one case, histories are too short for the longest match."""
     rng = np.random.default_rng(k)
     for alphabet in range(2, 6):
         histories = random_histories(rng, alphabet, BATCH, length)

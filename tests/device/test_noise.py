@@ -1,4 +1,4 @@
-"""The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
+"""Noise depends only on seed, stream, counters and token, and has the intended distribution."""
 
 import itertools
 
@@ -19,13 +19,13 @@ COUNT, WIDTH = 4000, 50
 
 
 def draw(noise, stream, *, seed=5, rounds=()):
-    """Draws [COUNT, WIDTH] of one seed at positions 0, 1, ..."""
+    """Return draws [COUNT, WIDTH] for one seed at positions 0, 1, ..."""
     counters = np.arange(COUNT), *(np.full(COUNT, x) for x in rounds)
     return np.asarray(noise(np.full(COUNT, seed, np.uint32), stream, counters, WIDTH))
 
 
 def draw_of(noise, stream, seeds, counters):
-    """Draws [n, WIDTH] of n keys, by the program that makes COUNT of them."""
+    """Return draws [n, WIDTH] for n keys, padded to COUNT keys to use the same program."""
     inputs = [np.pad(x, (0, COUNT - len(seeds))) for x in (seeds, *counters)]
     return np.asarray(noise(inputs[0], stream, tuple(inputs[1:]), WIDTH))[: len(seeds)]
 
@@ -34,7 +34,7 @@ def draw_of(noise, stream, seeds, counters):
     "noise, stream, num_counters", [(gumbel, Stream.DRAFT, 2), (uniform, Stream.ACCEPT, 1)]
 )
 def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, stream, num_counters):
-    """Neither on the row, nor the batch, nor how many tokens or drafts there are."""
+    """A draw does not depend on its row, the batch, or the number of tokens or drafts."""
     seeds = np.array([7, 7, 2**32 - 1, 7, 0], np.uint32)
     counters = (np.array([3, 4, 3, 3, 2**30]), np.array([1, 0, 1, 1, 0]))[:num_counters]
     together = draw_of(noise, stream, seeds, counters)
@@ -49,7 +49,7 @@ def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, stream, num_co
 
 
 def test_no_key_is_used_twice():
-    """Seeds, streams, positions, steps of a round and tokens all make another draw."""
+    """Draws differ if the seed, stream, position, step of a round or token differs."""
     keys = np.array(list(itertools.product([0, 1, 2, 2**32 - 1], range(6), range(4))))
     seeds, positions, steps = keys[:, 0].astype(np.uint32), keys[:, 1], keys[:, 2]
     drawn = [
@@ -66,7 +66,7 @@ def test_no_key_is_used_twice():
 
 
 def test_draws_under_different_keys_are_independent():
-    """Correlations of what meets in a round are those of 2e5 independent draws."""
+    """Correlations of draws that are used in one round are as small as for independent draws."""
     target = draw(gumbel, Stream.TARGET)
     drawn = [
         target,
@@ -82,7 +82,7 @@ def test_draws_under_different_keys_are_independent():
 
 
 def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
-    """The tail above 16.6, past float32's step below one, is as exact as the rest."""
+    """Large draws (above 16.6), where 1 - p is not a float32, are as exact as other draws."""
     words = np.array([0, 1, 2, 3, 10, 255, 2**12, 2**20, 2**31, 2**32 - 2**12, 2**32 - 1])
     monkeypatch.setattr(reference, "token_bits", lambda *_: jnp.array(words, jnp.uint32))
     noise_of = jax.jit(lambda seeds, at: gumbel_noise(seeds, Stream.TARGET, (at,), len(words)))

@@ -1,4 +1,4 @@
-"""Packed inputs: what the host fills is what the device reads, whatever the fields are."""
+"""Packed inputs: the device reads the values that the host wrote, for any declared fields."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ LAYOUT = Layout(5, 40, 6, 70, num_tables=2, num_snapshots=3)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoreInputs:
-    """Numbers before and after fields of several words, of several dtypes."""
+    """Fields of one or several words, with several dtypes, between single numbers."""
 
     slots: Any = packed("num_slots")
     first: Any = packed(-1)
@@ -62,7 +62,7 @@ def test_rows_that_nobody_fills_are_padding():
 
 
 def test_what_is_not_as_declared_is_refused_before_anything_runs():
-    """Of the inputs and results of all functions of a step, in tests; see `check_boundary`."""
+    """In tests, all functions of a step check their arguments; see `check_boundary`."""
     state = init_state(4, 16, 40, (), (), None)
     tokens = jnp.zeros((2, 16), jnp.int32)
     inputs = AdmitInputs(jnp.zeros(2, jnp.int32), init_requests(2, 40), tokens)

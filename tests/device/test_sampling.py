@@ -1,4 +1,4 @@
-"""From logits to tokens, against an oracle of loops and sorts and the softmax it draws from."""
+"""From logits to tokens, compared with loops, sorts and softmax in float64."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ BATCH = 100
 
 
 def padded(*trees):
-    """Trees of arrays with greedy rows behind theirs, so that one compilation serves them all."""
+    """Pad trees of arrays with greedy rows, so that one compiled program runs all of them."""
 
     def pad(x):
         return np.pad(x, ((0, BATCH - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
@@ -32,7 +32,7 @@ def padded(*trees):
 
 
 def run_choose(logits, sampling, positions):
-    """`choose` among 30 tokens, most of which may be out."""
+    """Run `choose` with logits that are padded to 30 tokens with -inf."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
     return np.asarray(compiled_choose(*padded(logits, sampling, positions)))[:n]
@@ -49,7 +49,7 @@ def history_of(requests, drafts, length=18):
 
 @pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (200, 0, 3)])
 def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
-    """Edited, then cut by min_p, top_k and top_p of the scaled; what stays is not scaled."""
+    """Logits after edits, min_p, top_k and top_p. The logits that are kept are not scaled."""
     rng, batch = np.random.default_rng(seed), BATCH
     drafts = rng.integers(0, min(vocab_size, 9), (batch, k))
     requests = [asked.random(rng, vocab_size, row.tolist()) for row in drafts]
@@ -80,7 +80,7 @@ def test_initial_requests_ask_for_nothing():
 
 
 def test_requests_are_put_at_their_slots(asked):
-    """Those past the last slot are of no request."""
+    """Requests with a slot number past the last slot are ignored."""
     new = asked.on_device([asked(SamplingParams(top_k=k)) for k in (4, 5, 6)], 40)
     empty = asked.on_device([asked()] * 4, 40)
     put = jax.jit(Requests.put)(empty, np.array([2, 4, 0]), new)
@@ -90,7 +90,7 @@ def test_requests_are_put_at_their_slots(asked):
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
 def test_a_tiny_temperature_is_greedy(temperature):
-    """Whether float32 has a quotient for it or not; also where none of the batch is warmer."""
+    """The division by the temperature may overflow. The batch may also have warmer requests."""
     rows = [-3.0, 5.0, 30.0, 29.0, -np.inf], [-9.0, -7.0, -7.5, -30.0, -9.0], [2, 1, 3, 4, 0]
     logits = np.float32(rows)
     positions, counters = np.arange(3), (np.arange(3), np.zeros(3, int))
@@ -119,7 +119,7 @@ def test_draws_are_a_function_of_seed_position_and_temperature():
 
 @pytest.mark.parametrize("temperatures", [(1.0, 0.0, 0.3), (0.0, 0.0, 0.0)])
 def test_a_drafter_like_the_target_draws_its_tokens(temperatures):
-    """With the target's noise, and over any part of the vocabulary that has the token."""
+    """With the target's noise, equal logits give equal tokens, also in a part of the vocabulary."""
     n, positions = 99, np.arange(99)
     logits = 2 * np.random.default_rng(1).normal(size=(n, 30)).astype(np.float32)
     ids = np.array([3, 17, 4, 29, 11])
@@ -138,7 +138,7 @@ def test_a_drafter_like_the_target_draws_its_tokens(temperatures):
 
 
 def test_what_drafts_were_drawn_from():
-    """The softmax over the target's ids; one at the draft of a greedy row."""
+    """Drafts are drawn from the softmax over the target's ids, which is one-hot in greedy rows."""
     logits = 2 * np.random.default_rng(2).normal(size=(4, 5)).astype(np.float32)
     ids, temperatures = np.array([3, 17, 4, 29, 11]), np.array([1.0, 0.0, 0.3, 2.0])
     counters = np.arange(4), np.zeros(4, int)
@@ -156,7 +156,7 @@ def test_what_drafts_were_drawn_from():
 
 
 def test_a_draft_that_nothing_was_left_for_has_no_probability():
-    """As where the tokens that a request allows are not in the drafter's vocabulary."""
+    """For example, the drafter's vocabulary may lack all tokens that a request allows."""
     logits = np.float32([[-np.inf] * 5, [0.0, -np.inf, -np.inf, -np.inf, -np.inf]])
     sampling, counters = sampling_of([1.0, 1.0]), (np.arange(2), np.zeros(2, int))
     _, q = compiled_draw(logits, None, 5, sampling, Stream.DRAFT, counters, wants_probs=True)
@@ -165,7 +165,7 @@ def test_a_draft_that_nothing_was_left_for_has_no_probability():
 
 @pytest.mark.parametrize("vocab_size, num_top", [(7, 7), (200, 5), (200, 0), (5000, 20)])
 def test_logprobs_and_ranks_against_a_sort(vocab_size, num_top):
-    """Ties have the rank of their first, and come with the lowest id first."""
+    """Tied tokens share the rank of the first of them, and are listed by ascending id."""
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(size=(40, vocab_size)) * np.resize([1, 10, 0.01], 40)[:, None]
     logits[::2] = np.round(logits[::2])

@@ -1,4 +1,4 @@
-"""A request that goes on from a snapshot and shared pages is the request that ran it all."""
+"""A request that resumes from a snapshot and shared pages gives the results of a full run."""
 
 from dataclasses import replace
 from functools import partial
@@ -33,7 +33,7 @@ take, restore = jax.jit(MODEL.delta_rule.take), jax.jit(MODEL.delta_rule.restore
 
 @pytest.fixture(scope="module")
 def empty():
-    """Caches and snapshots of an engine without requests."""
+    """Return the caches and snapshots of an engine without requests."""
 
     @jax.jit
     def init():
@@ -50,7 +50,7 @@ def ints(x):
 
 @pytest.fixture(scope="module")
 def extend():
-    """Run a piece of one request: (hidden, cache)."""
+    """Return a function that runs some tokens of a request, and returns (hidden states, cache)."""
     params = jax.device_put(random_params(MODEL.specs(), 0))
 
     @partial(jax.jit, static_argnames="folds")
@@ -79,7 +79,7 @@ def test_going_on_from_a_snapshot(empty, extend, shared):
     cache = jax.tree.map(lambda x: np.full_like(x, np.nan), cache)
 
     def rest(cache, slot, pages):
-        """What follows the shared prefix: the prompt's rest, then steps with rejected drafts."""
+        """Run the rest of the prompt after the shared prefix, then rounds with rejected drafts."""
         out = []
         for start in range(shared, 40, CHUNK):
             hidden, cache = extend(

@@ -1,4 +1,4 @@
-"""How a step is run changes no token and no count: padded rows, and one program or three."""
+"""Padding, and the split of a step into programs, change no token and no count."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -42,8 +42,11 @@ TEMPERATURES = (0.0, 0.7, 0.0)
 
 @pytest.fixture(scope="module")
 def serve(checkpoints):
-    """Serves a few requests, their rows padded to a multiple: (outputs, counts of accepted drafts,
-    bool[slots] of who is active afterwards)."""
+    """Return a function that serves a few requests, with rows padded to a multiple.
+
+    It returns the outputs, the counts of accepted drafts, and bool[slots]: which slots are active
+    at the end.
+    """
     target = checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
     model, params = load_model(target.folder, FLOAT32)
     folder = checkpoints.eagle3(target, num_aux=2).folder
@@ -87,7 +90,7 @@ def test_padded_rows_change_nothing_and_the_device_ends_requests_by_itself(serve
 
 
 def test_drafts_follow_what_requests_ask_of_logits(serve):
-    """One token has all the probability, so a drafter that is told so is right every time."""
+    """With logit_bias, one token is certain. All drafts are right if they apply the bias, too."""
     outputs, accepted, _ = serve(logit_bias={7: 100.0})
     assert all(set(output) == {7} for output in outputs.values())
     whole_rounds = 19 // (K + 1)  # of 20 tokens, the first comes with the prompt
@@ -104,7 +107,7 @@ def test_padded_width_is_the_least_that_fits():
 
 
 def abstract(config, target, drafter, program):
-    """A program of an engine, which defers nothing, its state, and its packed arguments."""
+    """Return an engine's program without deferred rounds, and shapes of its state and arguments."""
     model = step_model(config, target, drafter, SeedExact(), "cpu")._replace(max_deferred_rows=0)
     layout = Layout.of(config, target.vocab_size, model.windows)
     shapes = [layout.packing(kind).shape(batch) for kind, batch in program.packed]
@@ -119,7 +122,7 @@ def abstract_weights(specs):
 
 @dataclass(frozen=True)
 class Watching(NGramDrafter):
-    """Drafts from the text, notes the rows that it is shown, and may look at features."""
+    """A drafter by prompt lookup that records the rows it observes. It may ask for features."""
 
     shown: list = field(default_factory=list)
     aux_layers: tuple[int, ...] = ()
@@ -130,8 +133,10 @@ class Watching(NGramDrafter):
 
 
 def test_drafters_do_not_see_the_pages_of_the_targets_windows():
-    """Their own pages are never given back, so a layer of theirs with the same window must use the
-    page table of layers without one, after a round and after a chunk."""
+    """A drafter's pages are never freed early, so its layers never use the target's window tables.
+
+    This holds after a round and after a chunk, even for a layer with the same window.
+    """
     target, drafter = described("mistral", sliding_window=8, num_hidden_layers=1), Watching()
     config = EngineConfig(max_model_len=MAX_LEN, max_num_seqs=2, page_size=8, num_pages=16)
     joined = Joined(Begin(1, 4, Variant()), Decode(2, K, Variant()))
@@ -161,8 +166,11 @@ HEADS = {
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
-    """Neither its attention nor its feed-forward layer: nothing reads what they make. As it is
-    lowered, beside a drafter that has the target say what the head looks at."""
+    """The head's attention and feed-forward layers are skipped: nothing reads their results.
+
+    Operations are counted before optimisation, and compared with a drafter that has no weights but
+    reads the same hidden states.
+    """
     (target, head), batch = HEADS[kind], 8
     own = head.specs()
     config = EngineConfig(
@@ -185,7 +193,7 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
 @pytest.mark.parametrize("stored", [FP8, INT8], ids=["fp8", "int8"])
 def test_steps_keep_the_dtype_of_pages(checkpoints, name, stored):
-    """Pages in a dtype of their own: all pools have it, and nothing else."""
+    """If pages have a separate dtype, all pools have it, and no other array does."""
     model, params = load_model(checkpoints.target(name).folder, FLOAT32)
     drafter, own = shape_drafter("eagle", model, name, "float32")
     config = EngineConfig(max_model_len=32, max_num_seqs=2, page_size=8, num_pages=13)

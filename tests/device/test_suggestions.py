@@ -1,4 +1,4 @@
-"""Drafts from the host replace the drafter's where they continue the tokens: by plain Python."""
+"""Drafts from the host replace the drafter's if they continue the tokens; compared with Python."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ BATCH, LENGTH, WIDTH, VOCAB = 300, 16, 7, 3
 
 
 def expected(draft, count, path, start, tokens):
-    """(drafts, number of drafts, whether they are the path's) of one request."""
+    """Return a request's drafts, their number, and whether they come from the path."""
     past = len(tokens) - start
     if path[:past] == tokens[start:] and len(path) > past:
         drafts = path[past:][: len(draft)]
@@ -60,7 +60,7 @@ def test_paths_are_used_where_they_continue_the_tokens(k, has_counts):
 
 @pytest.mark.parametrize("method", [Rejection(), Block(), SeedExact()])
 def test_the_next_token_has_the_targets_distribution(method):
-    """Whether a path or a drafter's own draw was verified, and whichever token the path has."""
+    """This holds for drafts from a path and from the drafter, and for every token of the path."""
     batch, k, rng = 40_000, 2, np.random.default_rng(1)
     p, q = (rng.dirichlet(np.ones(VOCAB), k + 1).astype(np.float32) for _ in range(2))
     drawn = (rng.random((batch, k, 1)) > np.cumsum(q[:k], axis=1)[None]).sum(axis=2)

@@ -1,4 +1,4 @@
-"""Verdicts: what holds of each. That their distribution is right is for tests/statistical."""
+"""Properties of verification. Its distribution is tested in tests/statistical."""
 
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ def draft_of(tokens, probs=None):
 
 
 def case(seed, temperatures=(1.0,), *, certain=False, n=ROWS, num_drafts=None):
-    """Random logits with some at -inf, and drafts that are drawn from their probs."""
+    """Return drafts drawn from random distributions, and random logits. Some logits are -inf."""
     rng = np.random.default_rng(seed)
     logits = 2 * rng.normal(size=(n, K + 1, V))
     logits[rng.random(logits.shape) < 0.2] = -np.inf
@@ -81,13 +81,13 @@ def emitted(verdict):
 
 
 def longest_prefix(drafts, tokens):
-    """Drafts while they equal the tokens, then the token that they do not."""
+    """Return the drafts that equal `tokens`, then the first token that differs."""
     equal = [a == b for a, b in zip(drafts, tokens, strict=False)]
     return tokens[: [*equal, False].index(False) + 1]
 
 
 def plain_tokens(target, row):
-    """What decoding without drafts draws after rows i32[B] or a row of the target's logits."""
+    """Return the tokens of decoding without drafts, at row `row` of the target's logits."""
     row = np.broadcast_to(row, ROWS)
     logits = target.logits[np.arange(ROWS), row]
     return np.asarray(draw_plain(logits, target.sampling, target.lengths + row.astype(np.int32)))
@@ -99,7 +99,7 @@ gumbel, uniform = (jax.jit(noise, static_argnums=(1, 3)) for noise in (gumbel_no
 
 
 def cut(draft, target, k):
-    """What a step of k drafts would have had."""
+    """Return the drafts and the target's logits of a step with only k drafts."""
     probs = None if draft.probs is None else draft.probs[:, :k]
     logits, num_drafts = target.logits[:, : k + 1], np.full(ROWS, k, np.int32)
     return draft_of(draft.tokens[:, :k], probs), replace(
@@ -120,7 +120,7 @@ class TestEveryMethod:
             assert all(target.logits[b, t, token] > -np.inf for t, token in enumerate(tokens))
 
     def test_masked_drafts_are_as_if_they_were_not_there(self, method, certain):
-        """Whatever is in them: num_drafts of K are what as many drafts would have been."""
+        """With num_drafts of K drafts, the result is as if there were only num_drafts drafts."""
         num_drafts = np.resize(range(K + 1), ROWS)
         draft, target = case(1, (1.0, 0.0, 0.3, 1.0, 2.0), certain=certain, num_drafts=num_drafts)
         masked = np.arange(K) >= num_drafts[:, None]
@@ -138,7 +138,7 @@ class TestEveryMethod:
 
     @pytest.mark.parametrize("fill", [-np.inf, np.nan])
     def test_drafts_end_where_no_token_is_left(self, method, certain, fill):
-        """As if there had been no more of them; -1 takes the place of the token after the last."""
+        """Later drafts are ignored, and the token -1 stands for the missing next token."""
         ends = np.resize(range(K + 1), ROWS)
         draft, target = case(13, (1.0, 0.0, 0.3, 1.0, 2.0), certain=certain)
         logits = target.logits.copy()
@@ -154,7 +154,7 @@ class TestEveryMethod:
 
 @pytest.mark.parametrize("method, certain", LOSSLESS)
 def test_greedy_is_the_longest_prefix_of_the_best(method, certain):
-    """In a greedy batch, whose drafts have no distribution, and beside requests that draw."""
+    """In a greedy batch, drafts need no distribution. In a mixed batch, others are sampled."""
     draft, target = case(4, (0.0,), certain=certain)
     best = target.logits.argmax(-1).tolist()
     expected = list(map(longest_prefix, draft.tokens.tolist(), best))
@@ -166,7 +166,7 @@ def test_greedy_is_the_longest_prefix_of_the_best(method, certain):
 
 
 def legal_prefix(draft, target):
-    """How many drafts come before the first that the target cannot produce."""
+    """Return the number of drafts before the first draft that the target cannot produce."""
     at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
     legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
     assert set(legal.tolist()) == set(range(K + 1))
@@ -184,7 +184,7 @@ class TestDrawnMethods:
         assert verdict.num_accepted.tolist() == [K] * ROWS
 
     def test_a_draft_without_a_distribution_falls(self, method):
-        """Zeros stand for a drafter that has none of the tokens that a request allows."""
+        """Probabilities of 0 mean that the drafter has no token that the request allows."""
         draft, target = case(8)
         tokens, probs = draft.tokens.copy(), draft.probs.copy()
         tokens[:, 1], probs[:, 1] = 0, 0
@@ -194,7 +194,7 @@ class TestDrawnMethods:
         assert verdict.num_accepted.max() == 1
 
     def test_a_coin_of_zero_accepts_nothing_impossible(self, monkeypatch, method):
-        """Coins are in [0, 1): one of 0 wins at every chance but 0."""
+        """Coins are uniform in [0, 1). A coin of 0 accepts every draft of a probability above 0."""
         monkeypatch.setattr(verification, "_coins", lambda target, k: jnp.zeros((ROWS, k)))
         draft, target = case(9)
         verdict = jax.jit(method.verify)(draft, target)
@@ -202,7 +202,7 @@ class TestDrawnMethods:
 
 
 def test_the_coins_of_a_round_have_a_stream_of_their_own():
-    """Those of one round at a time, though the positions of rounds overlap."""
+    """A coin depends on the round's first position and its index, so rounds share no coins."""
     _, target = case(11)
     drawn = uniform(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), K)
     np.testing.assert_array_equal(coins_of(target, K), drawn)
@@ -217,7 +217,7 @@ def test_the_coins_of_a_round_have_a_stream_of_their_own():
     ],
 )
 def test_synthetic_rates(options, rates):
-    """Unconditional: of all steps, how many accept at least so many drafts, whatever these are."""
+    """Rate i is the fraction of all steps that accept at least i drafts, for any tokens."""
     config = SpeculativeConfig(
         method="eagle",
         model="none",
@@ -242,8 +242,10 @@ def test_synthetic_rates(options, rates):
 
 
 def test_synthetic_never_accepts_what_the_target_cannot_produce():
-    """The token after it is legal, too; legal drafts beside it stand as ever, and so where a step
-    has fewer drafts than there are rates."""
+    """Later drafts and the next token are also legal, and other requests are not affected.
+
+    A step may have fewer drafts than there are rates.
+    """
     draft, target = case(9, (1.0, 0.0))
     legal = legal_prefix(draft, target)
     for k in 1, K:
@@ -265,7 +267,7 @@ def test_methods_have_their_config_names(name, method):
 
 
 def test_a_rejection_draws_with_the_targets_stream():
-    """At the position of the token: no other draw of the request uses it again."""
+    """The draw uses the noise of the token's position, which no other draw of the request uses."""
     draft, target = case(12)
     verdict = run(Rejection(), draft, target)
     p, rows = np.asarray(probs_of(target)), np.arange(ROWS)

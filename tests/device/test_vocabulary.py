@@ -1,4 +1,4 @@
-"""Logits that are split over two devices, against the same on one: equal tokens, close numbers."""
+"""Logits divided over two devices: same tokens as on one device, and close numbers."""
 
 from dataclasses import replace
 from functools import partial
@@ -25,11 +25,11 @@ def double_first(tokens, length, logits):
 
 
 def both(function, split, *others, of_columns=False):
-    """What `function` of a vocabulary returns on one device, and on two.
+    """Return the results of `function`, which takes a vocabulary, on one device and on two.
 
     Args:
-        split: arrays [..., V], of which each device gets its columns.
-        of_columns: the results are [..., V] as well, and of a device its columns.
+        split: arrays [..., V], which are divided over the devices by columns.
+        of_columns: whether the results [..., V] are also divided by columns.
     """
     total = split[0].shape[-1]
     vocabulary = SplitVocabulary(total, 2, "tokens")
@@ -59,7 +59,7 @@ def both(function, split, *others, of_columns=False):
 
 @pytest.fixture(params=SIZES)
 def step(request, asked):
-    """Requests of all kinds with drafts, the logits of their rows, and generator."""
+    """Requests of all kinds, their history, drafts and logits, and a random generator."""
     rng, total = np.random.default_rng(request.param), request.param
     drafts = rng.integers(0, 9, (BATCH, K)).astype(np.int32)
     device = asked.on_device([asked.random(rng, total, row.tolist()) for row in drafts], total)
@@ -107,7 +107,7 @@ def test_drawn_tokens(step, kernels):
 
 @pytest.mark.parametrize("method", [SeedExact(), Rejection(), Block(), Synthetic((0.7, 0.4))])
 def test_verdicts(step, method):
-    """Drafts come from distributions where the method uses them, else are often the best."""
+    """Drafts are drawn if the method uses their distribution; else most are the best token."""
     requests, history, drafts, logits, rng = step
     guess = logits[:, :K] + rng.normal(size=(BATCH, K, logits.shape[-1])).astype(np.float32)
     most = rng.integers(0, K + 1, BATCH).astype(np.int32)
@@ -132,7 +132,10 @@ def test_verdicts(step, method):
 
 
 def test_drafts_of_a_reduced_vocabulary(step):
-    """Its logits are whole on each device; the distribution has the columns of the target."""
+    """A drafter's logits are whole on each device.
+
+    The distribution is divided like the target's.
+    """
     requests, _, _, logits, rng = step
     total = logits.shape[-1]
     ids = rng.permutation(total)[:40].astype(np.int32)

@@ -1,4 +1,4 @@
-"""Weights, in every form that a device has for them, against products in float64."""
+"""Weights in every form that devices use, compared with products in float64."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def test_products_with_scaled_numbers(kernels):
 
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 def test_products_with_packed_numbers(kernels):
-    """In groups of 32 inputs, which are in another order."""
+    """Groups have 32 inputs, in another order than the inputs of the product."""
     rng, form = np.random.default_rng(0), FourBits(32)
     codes, order = rng.integers(0, 16, (192, 96)).astype(np.uint8), rng.permutation(96)
     scales = rng.uniform(0.1, 0.2, (3, 192)).astype(np.float32)
@@ -89,7 +89,7 @@ def test_matrices_of_the_same_form_share_the_programs_that_round_and_widen_them(
 
 
 def test_sums_are_of_the_type_that_is_asked_for():
-    """1 beside 512 is lost in sums of bfloat16."""
+    """512 + 1 is 512 in bfloat16, so a sum in bfloat16 would lose the 1."""
     weight = Dense(jnp.ones((3, BLOCK_COLUMNS), jnp.bfloat16))
     x = jnp.array([[512, 1, -512]], jnp.bfloat16)
     for form in weight, Blocks(weight.values[None]), Table(weight.values.T):
@@ -98,7 +98,10 @@ def test_sums_are_of_the_type_that_is_asked_for():
 
 
 def test_rows_may_have_several_axes_and_few_be_multiplied_at_a_time(monkeypatch):
-    """As the rows of a block of draft tokens have; and as there is room for few copies of them."""
+    """Blocks of drafts have rows with two axes.
+
+    Rows are split if their copies take too much memory.
+    """
     monkeypatch.setattr(matrix, "MAX_COPIED", 1)
     plain, x = dense(), jnp.asarray(np.random.default_rng(2).normal(size=(4, 5, 24)), jnp.float32)
     made = plain.on("cpu").multiply(x)

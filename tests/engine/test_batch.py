@@ -1,4 +1,4 @@
-"""The conversion between plans and arrays: nothing is lost, and the host's arrays are its own."""
+"""Conversions between plans and packed arrays are complete, and each packed array is new."""
 
 from dataclasses import dataclass, fields, replace
 
@@ -36,7 +36,7 @@ ADMIT = jax.jit(lambda state, packed: admit(state, LAYOUT.packing(AdmitInputs).u
 
 
 def make_sequence(slot, prompt_length, *, index=0, num_pages=2, seeds=(0,), **params):
-    """Of a request whose prompt is slot, slot + 1, ..., with up to five tokens more."""
+    """Return a sequence with the prompt slot, slot + 1, ... and at most five output tokens."""
     own = {n: params.pop(n) for n in ("stop_ids", "bad_words", "processor") if n in params}
     prompt = tuple(range(slot, slot + prompt_length))
     request = Request(100 + slot, prompt, SamplingParams(**params), 5, seeds, **own)
@@ -67,7 +67,7 @@ def padded(values, length):
 
 
 def test_rows_are_a_slot_what_it_does_and_its_pages():
-    """Rows of padding do nothing."""
+    """Padding rows have a slot number past the last slot, and do nothing."""
     none = [-1] * PAGES_PER_SEQ
     chunks = [
         [slot_of(one.sequence), one.start, one.count, one.is_last, one.is_resumed, 2]
@@ -85,7 +85,7 @@ def test_rows_are_a_slot_what_it_does_and_its_pages():
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
-    """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
+    """Only the device knows a request's accepted counts, length and last token while it decodes."""
     for inputs, names in {
         AdmitInputs: "slots requests tokens",
         SnapshotInputs: "slots ids ends",
@@ -103,7 +103,7 @@ def test_a_step_is_told_nothing_that_the_device_decides():
 
 
 def test_snapshot_rows_are_slot_id_and_tokens():
-    """Those that are taken stand for the tokens with the chunk, those gone on from without."""
+    """A taken snapshot counts the tokens up to the chunk's end, a restored one up to its start."""
     first, second = replace(CHUNKS[1], taken=3), replace(CHUNKS[2], restored=1)
     taken = pack_snapshots([first], 2, LAYOUT, is_taken=True)
     assert taken.dtype == np.int32 and taken.tolist() == [[0, 3, 16], [NUM_SLOTS, 7, 0]]
@@ -147,7 +147,7 @@ SOME = make_sequence(
 
 
 def used_state():
-    """A state whose every slot has something to lose."""
+    """Return a state in which all slots have values, so that an overwritten slot is noticed."""
     shapes = jax.eval_shape(lambda: init_state(NUM_SLOTS, MAX_LEN, VOCAB, (), (), jnp.zeros(3)))
 
     def full_of(value, tree):
@@ -161,7 +161,7 @@ def used_state():
 
 @pytest.fixture(scope="module")
 def admitted():
-    """The state after the admission of three requests in a batch of five."""
+    """Return the state after the admission of three requests in a batch of five."""
     packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.packing(AdmitInputs).shape(5)
     return jax.device_get(ADMIT(used_state(), packed))
@@ -229,8 +229,10 @@ def test_a_preempted_request_comes_back_with_its_output():
 
 
 def test_every_field_of_a_request_has_its_place():
-    """What is packed and unpacked again is the device's tree, with its shapes and dtypes; rows
-    without a request are those of an empty slot."""
+    """Packing and unpacking gives a tree with the shapes and dtypes of the device's tree.
+
+    Rows without a request have the values of an empty slot.
+    """
     packing = LAYOUT.packing(AdmitInputs)
     requests = jax.device_get(init_requests(NUM_SLOTS, VOCAB))
     unpacked = packing.views(pack_admissions([FULL], NUM_SLOTS, LAYOUT))
@@ -248,7 +250,7 @@ def test_every_field_of_a_request_has_its_place():
 
 @dataclass
 class NumberingMatcher:
-    """Its masks are numbers that tell which drafts they were made for."""
+    """A matcher whose masks are numbers that show for which drafts they were made."""
 
     number: int
     is_finished: bool = False
@@ -259,7 +261,7 @@ class NumberingMatcher:
 
 
 def with_matcher(plan, *numbers):
-    """The plan, sequences with fresh matchers where `numbers` has one."""
+    """Return the plan, with a new matcher for each sequence that has a number in `numbers`."""
     new = [
         replace(sequence, matcher=None if number is None else NumberingMatcher(number))
         for sequence, number in zip(plan.sequences, numbers, strict=True)
@@ -271,8 +273,10 @@ def with_matcher(plan, *numbers):
 
 
 def test_masks_stand_in_the_rows_of_their_requests():
-    """Without a grammar everything is permitted; so it is for a sequence that ended on the host
-    with a step in flight."""
+    """All tokens are permitted without a grammar, and for sequences that have already ended.
+
+    A sequence may end on the host while a step is in flight.
+    """
     drafts = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int32)
     plan = with_matcher(DECODE, 10_000, 30_000, 20_000)
     plan.sequences[1].finish_reason = "stop"
@@ -298,14 +302,17 @@ DRAFTS = np.array([2, 1, 0, 1], np.int32)
 
 
 def numbered(count, num_top, first=0):
-    """Log-probabilities that tell which they are: their own ones and ranks count up."""
+    """Return made-up log-probabilities.
+
+    Tokens' own values and their ranks count up from `first`.
+    """
     own, top = first + np.arange(count), np.zeros((count, num_top))
     ints = own.astype(np.int32), top.astype(np.int32)
     return Logprobs(own.astype(np.float32), *ints, top.astype(np.float32))
 
 
 def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE):
-    """The rows of a step's outputs, packed by the device and unpacked by the host."""
+    """Pack the results of a step on the device, unpack them on the host, and return the rows."""
     logprobs = pack_logprobs(numbered(tokens.size, variant.num_logprobs, 100), len(tokens))
     of_prompts = None if prompts is None else pack_logprobs(prompts, len(tokens))
     outputs = StepOutputs(tokens, np.array(counts, np.int32), drafts, logprobs, of_prompts)
@@ -315,7 +322,7 @@ def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE):
 
 
 def test_outputs_round_trip():
-    """tests/test_logprobs.py has log-probabilities."""
+    """Log-probabilities are tested in tests/test_logprobs.py."""
     sequences = tuple(map(make_sequence, range(3), (5, 6, 7)))
     found = unpacked(replace(DECODE, sequences=sequences), TOKENS, (3, 1, 0, 2), DRAFTS)
     assert [row.tokens for row in found] == [[5, 6, 7], [8], []]
@@ -327,7 +334,7 @@ def test_outputs_round_trip():
 
 
 def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
-    """They are of the tokens after a chunk's rows."""
+    """Prompt log-probabilities belong to the tokens after each row of the chunk."""
     plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 8, 8),), 1, WIDTH)
     variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
     (row,) = unpacked(plan, TOKENS[:1, :1], (0,), DRAFTS[2:3], numbered(8, 3), variant)
@@ -341,7 +348,7 @@ def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
 
 @pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_every_packed_array_is_fresh(plan):
-    """JAX may read the array it was given, or even keep it, after the call returns."""
+    """JAX may still read a packed array, or keep it, after the call has returned."""
     plan = with_matcher(plan, 10_000, None, 20_000)
 
     def arrays():

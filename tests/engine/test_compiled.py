@@ -1,4 +1,4 @@
-"""Executables: compiled once per shape and variant, ahead of time, or counted."""
+"""Programs are compiled once per shape and variant, ahead of time or counted as late."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.extras import Extras
 from specjax.device.verification import SeedExact
+from specjax.engine import launcher
 from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Admit, Begin, Decode, Prefill
@@ -45,8 +46,10 @@ GRAMMAR = {"structured_outputs": {"regex": "a"}}
 
 
 def make_engine(*, make_programs=None, intermediate_size=16, **settings):
-    target = tiny_llama(intermediate_size)
-    weights = jax.tree.map(lambda spec: np.full(spec.shape, 0.1, np.float32), target.specs())
+    target, rng = tiny_llama(intermediate_size), np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32), target.specs()
+    )
     params, policy = Params(jax.device_put(weights), None), StaticPolicy(0)
     config = EngineConfig(**(SIZES | settings))
     return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
@@ -59,13 +62,13 @@ def engine():
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
 def make_any_engine(request):
-    """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
+    """Return a function that makes engines on the real device, or on the simulated device."""
     make = None if request.param == "real" else SimulatedPrograms
     return partial(make_engine, make_programs=make)
 
 
 def make_requests(engine, *kinds):
-    """Requests of all sizes; the parameters of `kinds` go round."""
+    """Return requests of various sizes, which have the parameters `kinds` in turn."""
     requests = []
     for i, (length, max_tokens) in enumerate(SHAPES):
         params = SamplingParams(**{"temperature": 0} | kinds[i % len(kinds)])
@@ -78,12 +81,12 @@ def make_requests(engine, *kinds):
 
 
 def needed_by(engine, requests):
-    """What a step of these requests must do."""
+    """Return the variant that a step of these requests needs."""
     return engine.repertoire.asked_by(request.demands for request in requests)
 
 
 def run_all(engine, requests):
-    """The outputs of the requests' first samples."""
+    """Run the requests, and return the output of each request's first sample."""
     for request in requests:
         engine.add(request)
     outputs = {}
@@ -93,7 +96,7 @@ def run_all(engine, requests):
 
 
 def count_new(engine, requests):
-    """Executables that `prepare` adds for the requests, none of which then compiles anything."""
+    """Return how many programs `prepare` compiles for the requests."""
     before = engine.metrics().num_compilations
     engine.prepare(requests)
     return engine.metrics().num_compilations - before
@@ -119,7 +122,7 @@ def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
 
 
 def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
-    """And every one of them is compiled."""
+    """All default shapes are compiled."""
     engine = make_any_engine(decode_batches=None, prefill_shapes=None)
     assert engine.config.decode_batches == (1, 2)
     assert engine.config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
@@ -164,7 +167,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(
 
 
 def test_mixed_requests_run_in_any_company(compilations):
-    """A step is of any of the requests: with a grammar, without, with some of the rest."""
+    """After `prepare`, no combination of these requests in a step compiles anything."""
     engine = make_engine()
     kinds = [
         {"logprobs": 2, "prompt_logprobs": 5},
@@ -185,7 +188,7 @@ def test_mixed_requests_run_in_any_company(compilations):
 
 
 def test_a_new_policy_is_compiled_in_every_variant(make_any_engine):
-    """Requests that came before it may still ask for what they asked for."""
+    """Later requests may have the same options as requests before the change of the policy."""
     engine = make_any_engine()
     requests = make_requests(engine, {"logprobs": 2})
     engine.prepare(requests)
@@ -261,37 +264,42 @@ def test_a_program_is_compiled_once_and_a_late_one_is_counted(engine, compilatio
     programs = Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
 
     def compile_ahead(*keys):
-        """How many there are then, and how many of them are late."""
+        """Compile programs; return the number of compiled programs, and the number of late ones."""
         programs.compile_ahead(keys, show_progress=False)
         return programs.compilations[:2]
 
-    def launch(batch):
-        """Run a round in which every row is padding."""
+    def launch(round_):
+        """Run a round with only padding rows."""
         page_tables = engine.scheduler.residents.page_tables
-        packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
-        return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
+        plan = DecodePlan((), round_.batch, 0, 0)
+        packed = pack(plan, page_tables, engine.layout, Extras(0))
+        return np.asarray(programs.run(round_, packed))
 
-    keys = Admit(2), Prefill(2, 32), Begin(2, 32, PLAIN), Decode(1, 0, PLAIN)
+    # Of the engine's, but for the late one.
+    one, late = Decode(1, 0, EVERY), Decode(2, 0, PLAIN)
+    keys = Admit(2), Prefill(2, 32), Begin(2, 32, EVERY), one
     assert compile_ahead(*keys, *keys) == (4, 0)
     with compilations.none_expected():
         assert compile_ahead(*keys) == (4, 0)
-    seconds = programs.compilations.seconds
-    outputs = launch(2)
+    seconds, num_compiled = programs.compilations.seconds, len(compilations.names)
+    outputs = launch(late)
     assert outputs.shape == (2, 5) and not outputs[:, :2].any()  # a round in which nobody was
     assert programs.compilations[:2] == (5, 1)
     assert programs.compilations.seconds > seconds
+    assert compilations.names[num_compiled:] == ["jit(decode)"]
     with compilations.none_expected():
-        launch(2)
-        launch(1)
+        launch(late)
+        launch(one)
     # Compiling it ahead afterwards does not make up for it.
-    assert compile_ahead(Decode(2, 0, PLAIN)) == (5, 1)
+    assert compile_ahead(late) == (5, 1)
 
 
 def test_what_is_compiled_behind_changes_no_token():
-    """A round in pieces, padded, and then whole in its own shape; with a grammar on the way."""
+    """A round first runs in several padded programs, and later in one program of its shape."""
     expected = run_all(ahead := make_engine(**TWO_SHAPES), make_requests(ahead, {}))
     behind = make_engine(**TWO_SHAPES, compile_ahead=False)
     behind.repertoire.patience_ms = 0.0
+    behind.repertoire.note_apart = lambda *_: None  # test_joined.py has programs for both parts
     assert not any(isinstance(key, Decode) for key in behind.programs.ready)
     for _ in range(2):  # what a round loses is not counted while a new shape becomes ready
         assert run_all(behind, make_requests(behind, {})) == expected
@@ -313,7 +321,7 @@ def test_a_request_that_nobody_prepared_for_still_runs():
 
 
 def test_a_closed_engine_gives_its_memory_maps_back():
-    """One after the other: no more are held after the second than after the first."""
+    """After a second engine was closed, no more memory maps are in use than after the first."""
     make_programs, held, given_back = programs_with(jits=WeakValueDictionary()), [], []
     for _ in range(2):
         engine = make_engine(intermediate_size=40, make_programs=make_programs)
@@ -327,3 +335,64 @@ def test_a_closed_engine_gives_its_memory_maps_back():
         pytest.skip("memory maps cannot be counted here")
     assert min(given_back) > 200, "eight programs have some dozens each"
     assert max(held) - held[0] < 50, held
+
+
+# --- packed arrays --------------------------------------------------------------------------------
+
+
+class EvenText(AnyText):
+    """Permits the tokens 0, 2, ..."""
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 1), 0x55555555, np.int32)
+
+
+def outputs_after_steps(engine):
+    """What requests have so far, after each step; some are under a grammar."""
+    for i, (length, max_tokens) in enumerate(SHAPES):
+        params = SamplingParams(temperature=0.8, **GRAMMAR if i % 2 else {})
+        prompt, follow = tuple(np.arange(length) % 31), EvenText if i % 2 else None
+        engine.add(Request(i, prompt, params, max_tokens, (i,), follow_grammar=follow))
+    outputs = {}
+    while engine.has_work:
+        for sequence in engine.step():
+            outputs[sequence.request.request_id] = list(sequence.output)
+        yield outputs
+
+
+def test_packed_arrays_are_done_with_when_their_results_are_there(monkeypatch):
+    """The host may use their memory again: no step looks at what an earlier one was told."""
+    engine = make_engine()
+    engine.prepare(make_requests(engine, GRAMMAR))
+    *_, expected = outputs_after_steps(engine)
+    assert [len(expected[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
+    assert all(token % 2 == 0 for i in (1, 3, 5) for token in expected[i])
+    steps, kinds = [], set()
+
+    def recording(name):
+        real = getattr(launcher, name)
+
+        def record(*arguments):
+            # Aligned as XLA likes it, so that the device uses the host's memory without a copy.
+            packed = real(*arguments)
+            memory = np.zeros(packed.nbytes + 64, np.uint8)
+            start = -memory.ctypes.data % 64
+            aligned = memory[start : start + packed.nbytes].view(np.int32).reshape(packed.shape)
+            aligned[:] = packed
+            if name == "pack":  # comes first in a step
+                steps.append([])
+            steps[-1].append(aligned)
+            kinds.add(name)
+            return aligned
+
+        monkeypatch.setattr(launcher, name, record)
+
+    for name in "pack", "pack_admissions", "pack_masks":
+        recording(name)
+    outputs = {}
+    for outputs in outputs_after_steps(engine):  # noqa: B007
+        for step in steps[:-2]:  # the last two are in flight: chunks and a round
+            for packed in step:
+                packed[:] = 1
+    assert len(steps) > 20 and len(kinds) == 3
+    assert outputs == expected

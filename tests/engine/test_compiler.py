@@ -1,4 +1,4 @@
-"""Programs compiled in threads: in which order, how often, and what becomes of those that fail."""
+"""Compilation in threads: the order, the number of attempts, and failures."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from specjax.host import leaving
 
 
 class Gate:
-    """Compiles a key when it is let through."""
+    """A fake compiler that waits for a permit before it compiles a key."""
 
     def __init__(self):
         self.started: list[str] = []
@@ -54,7 +54,7 @@ def wait_until(condition):
 
 
 def in_threads(call):
-    """Begin four calls at once; returns what waits for them."""
+    """Start four threads that run `call`, and return a function that waits for all of them."""
     threads = [threading.Thread(target=call, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -84,7 +84,7 @@ def test_the_urgent_wait_for_no_thread_that_compiles_something_else(compiler, ga
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_what_no_request_waits_for_is_compiled_at_a_low_priority():
-    """So that serving, and programs that requests wait for, get the cores; it is told which is."""
+    """Serving and urgent programs then get the cores. The compiler is told what is urgent."""
 
     def priority(key=None, is_urgent=True):
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), is_urgent
@@ -142,7 +142,7 @@ def test_one_that_fails_keeps_no_other_from_its_turn(compiler, gate):
 
 
 def test_all_who_wait_for_one_that_fails_are_told(compiler, gate):
-    """Nobody takes the failure away from another, who would wait for ever."""
+    """All waiting threads get the error. If only one got it, the others would wait forever."""
     found: list[str] = []
 
     def wait():
@@ -169,7 +169,10 @@ def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
 
 
 def test_few_maps_are_for_what_is_needed(compiler, gate, monkeypatch, caplog):
-    """Without any left, that fails before the process does."""
+    """If few memory maps are left, only needed programs are compiled.
+
+    Without any, an error is raised.
+    """
     monkeypatch.setattr(module, "maps_in_use", lambda: 0.6)
     gate.let(3)
     for keys in "abc", "d":
@@ -200,7 +203,7 @@ def test_what_an_interrupted_wait_was_for_is_not_begun(compiler, gate):
 
 
 def test_closing_waits_for_what_is_under_way_and_says_so(gate, monkeypatch, caplog):
-    """Nothing more is begun."""
+    """No further compilation starts."""
     monkeypatch.setattr(leaving, "PATIENCE", 0.0)
     compiler = Compiler(gate)
     compiler.ask("abc", is_urgent=True, num_threads=2)
@@ -220,8 +223,10 @@ SCRIPT = """
 import logging, sys, time, types
 import specjax.cli
 from specjax.engine.compiler import Compiler
+from specjax.host import leaving
 
 logging.basicConfig()
+leaving.PATIENCE = 0.1
 
 def compile(key, is_urgent):
     print("begun", flush=True)
@@ -250,7 +255,7 @@ run(None)
     ids=str,
 )
 def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(arguments, times):
-    seconds = 3 if times == 1 else 30
+    seconds = 1 if times == 1 else 30
     command = [sys.executable, "-c", SCRIPT.replace("SECONDS", str(seconds)), *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:

@@ -1,4 +1,4 @@
-"""Programs on disk: what a later process reads, and what it must not."""
+"""Compiled programs on disk: which of them a later process reads, and which it must not read."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ KEY = Decode(2, 0, Variant())
 
 @contextmanager
 def jaxs_cache_in(folder) -> Iterator[None]:
-    """Where JAX keeps what it compiles; None for nowhere."""
+    """Set the folder of JAX's compilation cache inside the `with` block; None for no cache."""
     others = jax.config.values["jax_compilation_cache_dir"]
     for one in folder, others:
         jax.config.update("jax_compilation_cache_dir", one)
@@ -69,7 +69,7 @@ def jaxs_cache_in(folder) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_as_users_have_them():
-    """Patched ones, as those that check shapes are, keep programs from being kept."""
+    """Remove the tests' checks of shapes: programs of patched functions are not kept."""
     with pytest.MonkeyPatch.context() as patch, jaxs_cache_in(None):
         for name in FUNCTIONS:
             patch.setattr(programs, name, getattr(programs, name).__wrapped__)
@@ -80,8 +80,10 @@ def functions_as_users_have_them():
 
 
 def serve(folder, **options):
-    """The tokens of two requests, by an engine that has traced nothing before and keeps its
-    programs in a folder: as if it were in a process of its own."""
+    """Run two requests on an engine that keeps its programs in `folder`; return their tokens.
+
+    The engine has no traced programs, as in a new process.
+    """
     make_programs = programs_with(jits={}, find_folder=lambda: folder)
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
@@ -121,7 +123,7 @@ def test_a_later_process_compiles_nothing(tmp_path, compilations, caplog):
 
 
 def test_the_folder_is_for_programs_of_engines_alone(tmp_path):
-    """JAX's cache is as before: the user's own functions do not land in ours."""
+    """JAX's own cache is not changed, so functions of the user are not stored in the folder."""
     try:
         keep_programs(tmp_path / "kept")
         assert executables_folder() == tmp_path / "kept" / "programs"
@@ -139,7 +141,7 @@ def test_the_folder_is_for_programs_of_engines_alone(tmp_path):
 
 
 def compile():
-    """A program that updates a state in place."""
+    """Compile a program that updates a state in place."""
 
     @partial(jax.jit, donate_argnums=1)
     def run(weights, state, x):
@@ -150,13 +152,13 @@ def compile():
 
 
 class Process:
-    """Asks a folder for a program, as one process after another does."""
+    """A process that gets a program from a folder, or compiles it."""
 
     def __init__(self, folder):
         self.folder, self.num_compiled = folder / "programs", 0
 
     def get(self):
-        """The program, and whether it was compiled."""
+        """Return the program, and whether it was compiled."""
         before = self.num_compiled
         kept = Executables(self.folder, "a program of this test", [default_device()])
         return kept.get(KEY, self._compile), self.num_compiled > before
@@ -173,14 +175,14 @@ class Process:
 
 @pytest.fixture
 def later(tmp_path):
-    """Of a folder in which a first one has left its program."""
+    """A process that starts after another one has stored the program."""
     process = Process(tmp_path)
     assert process.get()[1] and not process.get()[1]
     return process
 
 
 def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(later):
-    """As the program that was compiled: the state is donated, in memory and by address."""
+    """As in the program that was compiled, the state is donated and updated at the same address."""
 
     def use(program):
         weights, x = (jnp.full((64, 64), i, jnp.float32) for i in (2, 3))
@@ -206,7 +208,7 @@ def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(later):
 
 
 def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(later, tmp_path):
-    """It would lack functions when it is read."""
+    """A program from JAX's cache lacks functions once it is stored and read again."""
     with jaxs_cache_in(str(tmp_path / "of-jax")):
         for is_kept in True, False:
             for file in later.folder.iterdir():
@@ -245,7 +247,7 @@ def fail(number):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
 def test_a_folder_that_is_only_read_is_as_good(later, caplog, monkeypatch, number):
-    """Of an image, or of another user: a file cannot be marked as used."""
+    """In an image's or another user's folder, a file cannot be marked as recently used."""
     monkeypatch.setattr(executables.os, "utime", fail(number))
     assert not later.get()[1] and not caplog.records
 
@@ -269,7 +271,10 @@ def test_a_folder_that_cannot_be_written_to_is_told_of_once(later, caplog, monke
 
 @pytest.mark.parametrize("is_parent", [False, True])
 def test_a_folder_that_others_may_write_to_is_not_read(later, caplog, monkeypatch, is_parent):
-    """Who writes there would run code in this process; in the one above, by another folder."""
+    """Others could make this process run their code.
+
+    In the parent, they could replace the folder.
+    """
     monkeypatch.setattr(executables.pickle, "loads", fail(errno.EPERM))
     open_to_all = later.folder.parent if is_parent else later.folder
     mode = open_to_all.stat().st_mode
@@ -358,7 +363,7 @@ def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
 
 
 def test_replicas_keep_their_programs_apart(tmp_path):
-    """A program runs on the devices that it was compiled for."""
+    """A program runs only on the devices that it was compiled for."""
     a, b, *_ = jax.devices()
     places = [Placement.on(a, b), Placement.on(b, a), Placement.on(a), Placement.on(b)]
     stores = [open_executables(tmp_path, place, MODEL) for place in places]

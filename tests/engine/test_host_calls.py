@@ -1,4 +1,4 @@
-"""What a step costs the host, in Python calls: unlike times they are the same in every run."""
+"""The host's cost of a step, in Python calls: unlike times, calls are the same in every run."""
 
 import sys
 from pathlib import Path
@@ -24,13 +24,13 @@ FEW_SHAPES = {"decode_batches": (32,), "prefill_shapes": ((32, 8),)}
 
 
 def adaptive(max_k):
-    """A policy that knows and learns times, as when serving."""
+    """Return a policy that learns times and knows some already, as when serving."""
     cost = StepCost({b: {k: 1 + b * k for k in range(max_k + 1)} for b in (8, 32)}, batches=(8, 32))
     return GoodputPolicy(range(max_k + 1), cost, Acceptance(max_k))
 
 
 def calls_per_step(num_requests, policy, **shapes):
-    """Calls of this package's functions in a step in which all requests decode."""
+    """Return the calls of this package's functions in a step in which all requests decode."""
     config = EngineConfig(
         max_model_len=256,
         max_num_seqs=32,
@@ -69,7 +69,7 @@ def calls_per_step(num_requests, policy, **shapes):
     [(StaticPolicy, 0, 87, 4.6), (StaticPolicy, 3, 88, 5.3), (adaptive, 3, 243, 4.1)],
 )
 def test_a_request_costs_a_step_few_calls(make, k, own, per_request):
-    """Of which some come only when a page is full."""
+    """Some of the calls happen only when a page is full."""
     few, many = (calls_per_step(count, make(k), **FEW_SHAPES) for count in (8, 32))
     each = (many - few) / 24
     assert each < per_request
@@ -77,6 +77,6 @@ def test_a_request_costs_a_step_few_calls(make, k, own, per_request):
 
 
 def test_shapes_cost_a_step_nothing():
-    """What depends on them alone is not looked for anew."""
+    """Results that depend only on the shapes are not computed again in each step."""
     many, few = (calls_per_step(8, StaticPolicy(3), **s) for s in (MANY_SHAPES, FEW_SHAPES))
     assert many == few

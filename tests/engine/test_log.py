@@ -1,4 +1,4 @@
-"""Lines of the log are seen where nobody has configured logging, once, and nowhere else."""
+"""Without configured logging, log lines are shown once, and only on stderr."""
 
 import importlib.util
 import io
@@ -12,7 +12,7 @@ from specjax.engine.log import can_draw, get_log
 
 @pytest.fixture
 def unconfigure(monkeypatch):
-    """Make logging what a script finds: pytest has set its own handlers once a test begins."""
+    """Return a function that removes pytest's log handlers, so that logging is as in a script."""
     log = logging.getLogger("specjax")
 
     def forget():
@@ -56,7 +56,7 @@ def test_configuring_logging_later_doubles_no_line(capsys, unconfigure):
 
 @pytest.mark.parametrize("has_widgets", [True, False])
 def test_a_notebook_without_widgets_gets_lines(has_widgets, monkeypatch):
-    """There, rich would warn for each bar and draw nothing."""
+    """In such a notebook, rich would draw nothing, and warn for each bar."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if has_widgets else None)
     assert can_draw(Console(file=io.StringIO(), force_jupyter=True)) == has_widgets
     assert can_draw(Console(file=io.StringIO(), force_terminal=True))

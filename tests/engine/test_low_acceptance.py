@@ -1,4 +1,4 @@
-"""A warning about a drafter whose drafts are hardly ever accepted, with simulated devices."""
+"""The warning about a drafter whose drafts are almost never accepted, on simulated devices."""
 
 import logging
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
 
 @dataclass(frozen=True)
 class Unlucky(HashScript):
-    """One draft of a round in `rarity` rounds is accepted."""
+    """A script in which one draft is accepted in one of `rarity` rounds, and no other draft."""
 
     rarity: int = 1
 
@@ -31,7 +31,7 @@ class Unlucky(HashScript):
     [("eagle3", 10, 12, 1), ("eagle3", 10, 1, 0), ("eagle3", 3, 12, 0), ("ngram", 10, 12, 0)],
 )
 def test_it_is_said_once(checkpoints, caplog, method, rarity, num_requests, lines):
-    """After 1,000 draft tokens, below 5 %, of drafters that were trained."""
+    """The warning is for trained drafters with less than 5 % accepted of 1,000 draft tokens."""
     head = eagle3(checkpoints).folder if method == "eagle3" else None
     caplog.set_level(logging.WARNING, "specjax")
     script = Unlucky(VOCAB, rarity=rarity)

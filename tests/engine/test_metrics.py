@@ -1,4 +1,4 @@
-"""Counters of an engine: of all that ran, for Prometheus, and documented."""
+"""The counters of an engine cover everything that ran, and are documented."""
 
 import dataclasses
 import re
@@ -17,7 +17,7 @@ HOT = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    """Some of its outputs end before their length."""
+    """A simulated LLM, some of whose outputs end before their maximum length."""
     script = TextScript(VOCAB, ids=(*range(VOCAB), *[LETTERS_EOS] * 6))
     with simulated_llm(letters_folder(checkpoints), "ngram", script=script) as llm:
         llm.generate([[i] for i in range(8)], HOT, use_tqdm=False)
@@ -87,7 +87,7 @@ def test_metrics_for_prometheus(llm):
 
 
 def test_metrics_are_documented():
-    """Those whose names do not say it all."""
+    """Every metric has a line in the docstring, unless its name is obvious."""
     documented = set(re.findall(r"^ +(\w+): ", Metrics.__doc__, re.MULTILINE))
     fields = {field.name for field in dataclasses.fields(Metrics)}
     assert documented <= fields
@@ -96,6 +96,6 @@ def test_metrics_are_documented():
 
 
 def test_times_of_chunks_are_those_before_one_round(llm):
-    """Also with a K that is not learned, where nobody asks for them."""
+    """With a policy that learns nothing, the time of chunks is also reset after each round."""
     llm.generate([[1, 2, 3], [4] * 40], GREEDY, use_tqdm=False)
     assert llm.engine.clock.chunk_ms == 0

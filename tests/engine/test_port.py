@@ -1,7 +1,7 @@
-"""One contract for every device: the real one and the simulated one report the same.
+"""The real device and the simulated device give the same reports for the same schedules.
 
-The same schedules run on both. The simulated device plays what transformers and a search through
-lists say, and checks what it reads, so that either device, and the host between them, would show.
+The simulated device uses transformers' tokens and drafts from a search through lists, and checks
+everything that it reads. So a fault of either device, or of the host, is found.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ OFTEN = {  # in all schedules of a kind, at least
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
 def devices(request, checkpoints) -> tuple[LLM, LLM]:
-    """An LLM on the real device and one on the simulated device, of the same model."""
+    """LLMs of the same model on the real device and on the simulated device."""
     target = checkpoints.target(request.param, vocab_size=VOCAB, seed=4)  # whose outputs repeat
     with simulated_engines(PromptLookup(target.hf)):
         simulated = make_llm(target.folder, "ngram")
@@ -43,7 +43,7 @@ def devices(request, checkpoints) -> tuple[LLM, LLM]:
 
 @pytest.fixture(scope="module")
 def expected(devices) -> list[Report]:
-    """What the real device reports."""
+    """The reports of the real device."""
     return [run_schedule(devices[0], seed) for seed in SEEDS]
 
 
@@ -61,13 +61,13 @@ Fault = Callable[[Programs, Callable, Any, tuple], Any]
 
 
 def another_token(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
-    """A first token that is not the likeliest."""
+    """A fault: the first token is not the most likely one."""
     result = run(key, *arguments)
     return result.at[:, 2].set((result[:, 2] + 1) % VOCAB) if isinstance(key, Begin) else result
 
 
 def stops_unseen(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
-    """A stop id does not end a request on the device."""
+    """A fault: the device does not end requests at their stop ids."""
     for slot in programs.slots:
         slot.stop_ids = frozenset()
     return run(key, *arguments)
@@ -75,7 +75,7 @@ def stops_unseen(programs: Any, run: Callable, key: Any, arguments: tuple) -> An
 
 @contextmanager
 def planted(llm: LLM, fault: Fault) -> Iterator[None]:
-    """Programs of the engine run by way of a fault."""
+    """Run the engine's programs with a fault inside the `with` block."""
     programs = llm.engine.programs
     kind = type(programs)
     run = kind.run

@@ -1,4 +1,4 @@
-"""Processes and settings of JAX in which no engine can work are refused, and do not hang."""
+"""Forked processes and unsuitable settings of JAX are refused, instead of hanging."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def llm(checkpoints, simulated_device):
 
 
 def in_fork(call):
-    """The error that a function raises in a forked process, and what of it is text."""
+    """Return the name and the text of the error that `call` raises in a forked process."""
     reader, writer = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX and Python warn of a fork with threads
@@ -50,7 +50,7 @@ def in_fork(call):
 
 @FORKS
 def test_a_forked_process_is_refused(llm, monkeypatch):
-    """Also in the middle of another thread's step."""
+    """The fork may also happen while another thread runs a step."""
     params = SamplingParams(max_tokens=2)
     is_within, may_go, step = threading.Event(), threading.Event(), llm.engine.step
 

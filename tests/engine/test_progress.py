@@ -1,4 +1,4 @@
-"""A call shows how far it has come: by a bar, by one like tqdm's, or by lines; simulated."""
+"""The progress of a call: as a bar, as a class like tqdm, or as log lines; simulated."""
 
 import logging
 import threading
@@ -41,14 +41,14 @@ def drafting(letters):
 
 @pytest.fixture
 def lines(caplog):
-    """The lines of the log so far."""
+    """Return a function that returns the log lines so far."""
     caplog.set_level(logging.INFO, "specjax")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "specjax"]
 
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """What would be on the terminal that there is now."""
+    """Replace the terminal by a buffer, which is returned."""
     shown = StringIO()
     made = partial(Console, file=shown, force_terminal=True, width=200)
     monkeypatch.setattr(progress, "Console", lambda stderr: made())
@@ -57,7 +57,7 @@ def terminal(monkeypatch):
 
 @pytest.fixture
 def always(monkeypatch):
-    """After every step, whatever the time."""
+    """Show progress after every step, regardless of the time."""
     monkeypatch.setattr(progress, "BAR_SECONDS", 0.0)
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
 
@@ -66,7 +66,7 @@ bars: list["Bar"] = []
 
 
 class Bar:
-    """Like tqdm's."""
+    """A class with the methods of tqdm."""
 
     def __init__(self, total, **_):
         self.total, self.seen, self.postfix, self.is_closed = total, [], "", False
@@ -100,7 +100,7 @@ def test_a_bar_moves_before_anything_has_finished(drafting):
 
 
 def test_a_bar_is_told_five_times_a_second_at_most(plain, monkeypatch):
-    """Here a step takes a hundredth of a second."""
+    """In this test, each step takes a hundredth of a second."""
     steps, step = [], plain.engine.step
     clock = SimpleNamespace(monotonic=lambda: len(steps) / 100)
     monkeypatch.setattr(progress, "time", clock)
@@ -142,7 +142,7 @@ def test_a_short_call_is_one_line(plain, lines):
 
 
 def test_threads_have_a_bar_each(plain, terminal):
-    """One live display at a time is all that a console of rich's has."""
+    """A console of rich can have only one live display at a time."""
     together = threading.Barrier(2)
 
     def work(_):

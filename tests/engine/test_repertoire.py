@@ -1,4 +1,4 @@
-"""What an engine runs before everything is compiled, on a simulated device that takes its time."""
+"""Which programs an engine runs while others still compile, on a slow simulated device."""
 
 import time
 from types import SimpleNamespace
@@ -89,7 +89,7 @@ def test_all_are_there_if_they_are_compiled_ahead():
 
 
 def test_shapes_that_were_not_compiled_ahead_are_told(monkeypatch):
-    """As when the process may have no more memory maps."""
+    """For example, a process may have no memory maps left."""
     compile_first = SimulatedPrograms.compile_ahead
 
     def only_first(self, programs, then=(), *, show_progress):
@@ -186,7 +186,7 @@ def test_who_needs_another_variant_waits_and_nobody_else_does(engine):
 
 
 def test_a_grammar_needs_no_program_of_its_own(engine):
-    """Masks are an operand of the pieces in which rounds begin; whole rounds have none."""
+    """Masks are inputs of the separate programs of a round, with which an engine starts."""
     first = add(engine, 0, 30)
     engine.programs.pace = 0.0
     engine.step()
@@ -198,7 +198,7 @@ def test_a_grammar_needs_no_program_of_its_own(engine):
 
 
 def test_plain_requests_need_no_conditionals(monkeypatch):
-    """Their steps have a variant of their own, and nobody waits when others come and go."""
+    """Plain steps have a separate variant. No request waits when other requests come or end."""
     monkeypatch.setattr(SimulatedPrograms, "waits_at_conditionals", True)
     engine = make_engine(is_slow=False, compile_ahead=True)
     asked = {}, {"logprobs": 2}, {"repetition_penalty": 1.5}

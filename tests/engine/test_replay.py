@@ -1,4 +1,4 @@
-"""What replays measure, by a device and a host whose times are known; the clock is not real."""
+"""Times that replays of rounds measure, on a made-up device, host and clock."""
 
 import time
 from itertools import product
@@ -15,13 +15,13 @@ MAX_MODEL_LEN, SHORT = 800, 100
 
 
 class Outputs:
-    """Ready when the device has come to them; reading them waits until then."""
+    """Results that are ready when the made-up device has computed them. Reading them waits."""
 
     def __init__(self, machine, done):
         self.machine, self.done = machine, done
 
     def copy_to_host_async(self):
-        """Nothing to do."""
+        """Do nothing."""
 
     def is_ready(self):
         return self.machine.now >= self.done
@@ -32,14 +32,14 @@ class Outputs:
 
 
 class Machine:
-    """A host that takes `host_ms` to launch a round, and a device that runs one after another."""
+    """A host that takes `host_ms` to launch a round, and a device that runs one round at a time."""
 
     def __init__(self, host_ms, round_ms):
         self.host_ms, self.round_ms = host_ms, round_ms
         self.now = self.free_at = 1e3
 
     def fill(self):
-        """Its requests have only a length."""
+        """Do nothing: requests are only known by their length."""
 
     def set_context(self, length):
         self.context = length
@@ -56,7 +56,7 @@ def round_ms(batch, k, context=0):
 
 @pytest.mark.parametrize("host_ms", [1.0, 30.0])
 def test_a_round_takes_what_it_takes_while_serving(monkeypatch, host_ms):
-    """What the device takes, or the host if that is more: each works while the other does."""
+    """Host and device work in parallel, so a round takes the longer of their times."""
     machine = Machine(host_ms, round_ms)
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now / 1e3)
     layout = Layout(4, MAX_MODEL_LEN, MAX_MODEL_LEN // 16, 10)

@@ -1,4 +1,4 @@
-"""Times of parts of steps, on a clock that the tests move."""
+"""Measured times of a step's parts, with a clock that the tests set."""
 
 import time
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from specjax.engine.round_clock import RoundClock
 
 @pytest.fixture
 def moment(monkeypatch):
-    """What the host's clock says, in seconds."""
+    """The clock of the host. The test sets its field `seconds`."""
     now = SimpleNamespace(seconds=1e3)
     monkeypatch.setattr(time, "perf_counter", lambda: now.seconds)
     return now
@@ -31,7 +31,7 @@ def test_a_part_begins_when_the_one_before_was_done_or_its_planning_began(moment
 
 
 def test_a_compilation_before_a_late_read_disturbs_the_next_round_too(moment):
-    """Which began when the one before it was done, and not when that was read."""
+    """The next round starts when the round before it ends, even if that is read later."""
     clock, compiled = RoundClock(), 0.0
 
     def time_one(done):

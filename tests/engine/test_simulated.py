@@ -1,4 +1,4 @@
-"""`device="simulated"` does what the simulated device of the tests does, which checks its reads."""
+"""`device="simulated"` behaves like the tests' simulated device, which checks its reads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from specjax import LLM, SamplingParams
 
 @dataclass(frozen=True)
 class Fixed(HashScript):
-    """Tokens by position, and all drafts are accepted."""
+    """A script in which a token depends only on its position, and all drafts are accepted."""
 
     def following(self, tokens: list[int], digest: int, seed: int) -> int:
         """See `Script`."""

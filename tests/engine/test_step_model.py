@@ -1,4 +1,4 @@
-"""The static model of an engine's steps, and the state that it needs."""
+"""The static settings of an engine's steps (`StepModel`), and the state that steps need."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from specjax.engine.step_model import step_model
 
 
 def test_large_batches_are_observed_later_on_a_gpu():
-    """Several rounds together, of up to 64 rows or at least four."""
+    """Several rounds are observed together: at least four, or as many as have up to 64 rows."""
     config = EngineConfig(max_model_len=16, num_pages=1)
     target = SimpleNamespace(cache_kinds=(), vocabulary=None)
     drafter = SimpleNamespace(may_defer=True)

@@ -1,4 +1,4 @@
-"""Variants of programs: which do what a step needs, and which programs suit a plan."""
+"""Variants of programs: which variants cover a step's needs, and which programs a plan runs."""
 
 import itertools
 
@@ -25,7 +25,7 @@ EVERY_VARIANT = [
 
 
 def does(variant):
-    """What a variant does besides masks, as a set."""
+    """Return the optional work of a variant, except masks, as a set."""
     features = {*variant.processors, *([] if variant.is_plain else ["edits"])}
     for name in "num_logprobs", "num_prompt_logprobs":
         count = getattr(variant, name)
@@ -34,14 +34,14 @@ def does(variant):
 
 
 def test_a_variant_covers_what_it_does_and_less():
-    """But masks come after the drafts, so that a step either waits for them or has none."""
+    """Masks are an exception: a step with masks waits for them, and other steps have none."""
     for variant, needed in itertools.product([*EVERY_VARIANT, Variant(is_plain=True)], repeat=2):
         expected = does(variant) >= does(needed) and variant.masks == needed.masks
         assert covers(variant, needed) == expected
 
 
 def test_a_plan_names_its_programs():
-    """Requests are admitted in the same way into chunks of any width."""
+    """The program that admits requests does not depend on the width of their chunks."""
     variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
     chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
     expected = [programs.Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
@@ -61,7 +61,7 @@ def test_a_plan_names_its_programs():
 
 
 def test_variants_share_the_programs_that_run_the_target():
-    """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
+    """Drafting edits logits like verification, but reports nothing, and needs masks later."""
     decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
     for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
         settle = Settle(4, 3, variant._replace(masks=False, processors=()))

@@ -1,4 +1,4 @@
-"""In which precision programs multiply, by platform and dtype."""
+"""The precision of matrix products, by platform and dtype."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ OWN = Placement.on(default_device())
 
 
 def lowered(platform, dtype):
-    """A round of an engine of `dtype` on a device that says it is of `platform`."""
+    """Lower a round of an engine for a device that claims to be of `platform`."""
     device = SimpleNamespace(platform=platform)
     placement: Any = SimpleNamespace(device=device, num_devices=1, sharding=OWN.sharding)
     config = EngineConfig(max_model_len=32, max_num_seqs=2, num_pages=8, dtype=dtype)

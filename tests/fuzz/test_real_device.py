@@ -1,4 +1,4 @@
-"""Random schedules on real engines with tiny models: the tokens are those of each request alone."""
+"""Random schedules on real engines with tiny models: each request has the tokens of a run alone."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ SEEDS = [range(6), pytest.param(range(6, 16), marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
-    """An engine with drafts, also from the host, and one without that takes requests in turn."""
+    """An engine with drafts, also from texts, and an engine that runs requests one at a time."""
     folder = head = hybrid(checkpoints)
     if request.param == "eagle3":
         folder, head = llama(checkpoints).folder, eagle3(checkpoints).folder

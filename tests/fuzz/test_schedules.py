@@ -1,6 +1,6 @@
-"""Random schedules on a simulated device: some that are always the same, and new ones.
+"""Random schedules on a simulated device: some with fixed seeds, and some with new seeds.
 
-What each of them checks is in `support/checked_engine.py` and `support/schedule_runs.py`.
+`support/checked_engine.py` and `support/schedule_runs.py` say what is checked.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ OFTEN = {  # at least so many times in all of them
 
 
 def test_schedules():
-    """Nothing goes wrong in any, and they come to all there is."""
+    """All checks pass, and every kind of event occurs often enough."""
     counted: Counter = Counter()
     for seed in range(SCHEDULES):
         counted.update(check_schedule(seed))
@@ -48,7 +48,7 @@ def test_schedules():
     [pytest.param(600, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.nightly)],
 )
 def test_new_schedules(record_property, count):
-    """SPECJAX_TEST_SEED repeats a run; one that fails names its own seed."""
+    """SPECJAX_TEST_SEED repeats a run. A failing schedule prints its own seed."""
     first = new_seed(record_property)
     for seed in range(first, first + count):
         check_schedule(seed)

@@ -1,4 +1,4 @@
-"""Grammar masks against languages small enough to be written down, and against one another."""
+"""Grammar masks, compared with languages that are small enough to list, and with each other."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ EOS = 1
 
 
 def byte_alphabet():
-    """The characters that stand for bytes 0..255 in a byte-level vocabulary (GPT-2)."""
+    """Return the characters that represent bytes 0..255 in a byte-level vocabulary (GPT-2)."""
     kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = iter(range(256, 512))
     return [chr(byte if byte in kept else next(others)) for byte in range(256)]
 
 
 def tiny_tokenizer():
-    """Bytes 0..255, a few longer tokens, two that are special and an added one that is not."""
+    """Return a tokenizer of bytes, longer tokens, two special tokens, and an added plain token."""
     texts = ["ab", "abc", "bc", "a.", '":', '", "', "é", "日本", "本語", " true", "<|", "|>", "]]"]
     alphabet = byte_alphabet()
     longer = ["".join(alphabet[byte] for byte in text.encode()) for text in texts]
@@ -44,7 +44,7 @@ def tiny_tokenizer():
 
 
 def byte_fallback_tokenizer():
-    """As Llama 2 has it: pieces, and every byte once more, so that "a" can be spelt in two ways."""
+    """Return a tokenizer like Llama 2's, in which "a" is both a piece and a byte token."""
     pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁ab"]
     vocab = {piece: i for i, piece in enumerate(pieces)}
     model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
@@ -57,7 +57,7 @@ def byte_fallback_tokenizer():
 
 
 class Texts:
-    """A tokenizer and the bytes of each of its tokens, None for special ones."""
+    """A tokenizer, and the bytes of each of its tokens (None for special tokens)."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
@@ -83,7 +83,7 @@ class Texts:
         return self.of.index(text.encode())
 
     def ids(self, text):
-        """One token per byte."""
+        """Return one token per byte of the text."""
         return [self.of.index(bytes([byte])) for byte in text.encode()]
 
     def join(self, tokens):
@@ -117,7 +117,10 @@ def next_ids(matcher, size):
 
 
 def expected_ids(texts, language, prefix, size, eos_ids):
-    """By trying every token: those after which some text of the language is still reachable."""
+    """Return the tokens after which a text of the language can still be reached.
+
+    Every token is tried.
+    """
     rest = {text[len(prefix) :] for text in language if text.startswith(prefix)}
     heads = {text[:end] for text in rest for end in range(1, len(text) + 1)}
     spelt = {i for i, text in enumerate(texts.of) if text in heads and i < size}
@@ -186,7 +189,7 @@ LANGUAGES = {
     ],
 )
 def test_masks_are_what_brute_force_finds(name, tokenizer, vocab_size, eos_ids):
-    """Rows of every round of random walks, with drafts that are legal, illegal or no tokens."""
+    """Masks of rounds of random walks, with drafts that are legal, illegal, or no tokens."""
     texts = texts_of(tokenizer)
     size = vocab_size or texts.size
     outputs, language = LANGUAGES[name]
@@ -224,7 +227,7 @@ def test_masks_are_what_brute_force_finds(name, tokenizer, vocab_size, eos_ids):
 
 
 def check_rows(rows, drafts, prefix, texts, language, size, eos_ids):
-    """Rows up to a draft that is no legal token; those after it permit all."""
+    """Check the rows up to the first illegal draft. All later rows must permit everything."""
     is_reached = True
     for row, draft in zip(rows, [*drafts, -1], strict=True):
         legal = expected_ids(texts, language, prefix, size, eos_ids)
@@ -240,7 +243,7 @@ def check_rows(rows, drafts, prefix, texts, language, size, eos_ids):
 @pytest.mark.parametrize("text", ['{"a": [1, {"b": null}, "c"]}', '[{"a": [1, 2]}, [], {}, true]'])
 @pytest.mark.parametrize("schema", [{}, "true", {"type": ["object", "array"]}])
 def test_json_of_any_shape_has_no_free_whitespace(schema, text):
-    """Outside strings, whitespace is allowed where json.dumps writes it, and only there."""
+    """Outside of strings, whitespace is allowed only where json.dumps writes it."""
     texts = texts_of("tiny")
     matcher = matcher_of("tiny", json=schema)
     for at, char in enumerate(text):
@@ -254,7 +257,7 @@ def test_json_of_any_shape_has_no_free_whitespace(schema, text):
 
 
 def test_masks_with_drafts_are_those_of_a_matcher_that_steps():
-    """Of a grammar that llguidance cannot roll back: rejected drafts leave no trace."""
+    """Rejected drafts leave no trace, for a grammar that llguidance cannot roll back."""
     texts, outputs = texts_of("demo"), {"grammar": 'start: x "!"\nx[stop="b"]: /[a-z]*/'}
     for seed in range(12):
         rng = np.random.default_rng(seed)
@@ -315,7 +318,7 @@ def test_special_tokens_are_not_text_unless_a_grammar_names_them():
 
 
 def test_a_text_that_the_model_cannot_spell_allows_no_token():
-    """Nothing past "b" is a token of this model, which shows only once "a" is chosen."""
+    """The model has no token for "x" in "ax", which matters only after "a" was chosen."""
     texts = texts_of("tiny")
     size = texts.id("c")
     matcher = matcher_of("tiny", size, (EOS,), choice=["ax", "b"])
@@ -387,7 +390,7 @@ def test_what_a_model_or_an_installation_cannot_follow_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("gaps", [range(40, 100), ()])
 def test_a_tokenizer_without_some_ids(gaps):
-    """The tokens after a gap keep their ids, and missing ids are never allowed."""
+    """Tokens after a gap keep their ids. Missing ids are never allowed."""
     letters = byte_alphabet()
     ids = [i for i in range(2, 2 + len(letters) + len(gaps)) if i not in gaps]
     vocab = {"<x>": 0, "</s>": EOS, **dict(zip(letters, ids, strict=True))}
@@ -419,7 +422,7 @@ def test_the_same_wish_is_compiled_once():
 
 
 def test_a_grammar_whose_limits_are_used_up_is_compiled_anew(monkeypatch):
-    """llguidance's matchers of a grammar share their limits, so one can starve all others."""
+    """All matchers of a grammar share llguidance's limits, so one matcher can use them up."""
     limits = partial(llguidance.LLParserLimits, max_lexer_states=200)
     monkeypatch.setattr(llguidance, "LLParserLimits", limits)
     texts = texts_of("tiny")

@@ -1,4 +1,4 @@
-"""The page allocator: who owns a page, and how long its contents are found by their name."""
+"""The page allocator: owners of pages, and how long a page is found by its name."""
 
 from collections import Counter
 
@@ -9,7 +9,7 @@ from specjax.host.pages import PageAllocator
 
 
 def named(num_pages, *names):
-    """An allocator whose first pages have an owner, and names."""
+    """Return an allocator, and its first pages, which have an owner and these names."""
     pages = PageAllocator(num_pages)
     owned = pages.allocate(len(names))
     for page, name in zip(owned, names, strict=True):
@@ -25,7 +25,7 @@ def test_only_what_somebody_owns_is_released_or_named(call):
 
 
 def test_pages_are_taken_in_the_order_of_their_release():
-    """Of a sequence the end goes first: a page is of no use without those before it."""
+    """The last page of a sequence is evicted first: it is useless without the pages before."""
     pages, owned = named(4, "a", "b", "c")
     pages.release(owned[1:2])
     pages.release(owned[0::2])
@@ -37,7 +37,7 @@ def test_pages_are_taken_in_the_order_of_their_release():
 
 
 def test_a_name_is_that_of_one_page_and_a_page_has_one_name():
-    """Two sequences that ran the same at the same time: the second's page stays unnamed."""
+    """If two sequences compute the same page at the same time, the second page gets no name."""
     pages, (a, b) = named(4, "a", "b")
     (other,) = pages.allocate(1)
     for page, name in (b, "a"), (a, "c"), (other, "a"):
@@ -67,7 +67,7 @@ def test_what_is_released_to_be_forgotten_is_not_found_again():
 
 
 def test_random_traffic_against_a_list():
-    """Every owner counts; a name is found on the page that it was given to, or not at all."""
+    """Owners are counted. A name gives the page that got the name, or None."""
     rng = np.random.default_rng(0)
     pages, owned, contents, num_taken_named = PageAllocator(40), [], {}, 0
     for i in range(8000):

@@ -71,7 +71,7 @@ def test_a_run_ends_where_a_page_was_taken_for_something_else():
 
 
 def put(index, key):
-    """Reserve a snapshot and put it; its id."""
+    """Reserve a snapshot and add it to the index; return its id."""
     snapshot = index.reserve(key)
     index.put(key, snapshot)
     return snapshot
@@ -128,7 +128,7 @@ def test_snapshots_are_wanted_where_prompts_end_and_where_they_branch():
 
 
 def test_prompts_not_seen_for_long_are_forgotten(monkeypatch):
-    """4 keys are remembered, 2 of each prompt: when the third comes, the second goes."""
+    """Only 4 keys are remembered, 2 per prompt. A third prompt displaces the least recent one."""
     monkeypatch.setattr(prefix_cache, "MAX_SEEN", 4)
     index = PromptIndex()
     first, second, third = (keys_of(range(start, start + 9)) for start in (0, 100, 200))

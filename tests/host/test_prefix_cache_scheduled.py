@@ -1,4 +1,4 @@
-"""Prefixes through the scheduler, and what they cost. Pages hold 8 tokens."""
+"""Prefixes that the scheduler finds, and the counts of computed tokens. Pages hold 8 tokens."""
 
 import pytest
 from support.cost import count_lines
@@ -7,7 +7,7 @@ from support.scheduling import STOP, add, chunks, give, roomy_scheduler, run, sp
 
 @pytest.mark.parametrize("length, start", [(1, 0), (8, 0), (9, 8), (16, 8), (17, 16), (40, 32)])
 def test_a_later_request_begins_behind_what_is_there(length, start):
-    """The last token of a prompt is always run."""
+    """The last token of a prompt is always computed."""
     scheduler = roomy_scheduler()
     add(scheduler, 0, range(100, 160))
     assert spans(run(scheduler)) == [(0, 60)]
@@ -22,7 +22,7 @@ def test_a_later_request_begins_behind_what_is_there(length, start):
 
 
 def test_a_chunk_lets_the_pages_be_found_that_it_fills():
-    """12 tokens a step: 1 page of 12 tokens, 4 of 32."""
+    """With 12 tokens per step, 1 page is found after 12 tokens, and 4 pages after 32 tokens."""
     scheduler = roomy_scheduler(max_num_batched_tokens=12)
     add(scheduler, 0, range(100, 133))
     assert chunks(scheduler.schedule()) == [(0, 0, 12)]
@@ -47,9 +47,9 @@ def test_samples_share_without_prefix_caching_and_requests_do_not():
     "options, start", [({}, 32), ({"enable_prefix_caching": False}, 0), ({"exact": True}, 16)]
 )
 def test_a_prompt_that_contains_an_output_finds_its_pages(options, start, ends_with):
-    """As in vLLM (finished requests cache completed blocks), those of the last round too.
+    """As in vLLM, full pages of finished outputs are cached, including those of the last round.
 
-    Of 20 + 1 + 12 tokens 32 are run, in 4 full pages; in those of the prompt alone it were 2.
+    Of the 33 tokens, 32 are computed and fill 4 pages. The prompt alone would fill 2 pages.
     """
     scheduler = roomy_scheduler(3, **options)
     (sample,) = add(scheduler, 0, range(100, 120), 13)
@@ -64,9 +64,9 @@ def test_a_prompt_that_contains_an_output_finds_its_pages(options, start, ends_w
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_tokens, start", [(16, 8), (17, 8), (18, 16)])
 def test_a_preempted_request_finds_its_pages_and_runs_a_token_at_least(num_tokens, start, caching):
-    """Of 17 tokens 16 are to be run, and one of them has to be, though both pages are there.
+    """With 17 tokens, 16 must be computed. Both pages are found, but a token must run.
 
-    Without prefix caching it finds those of its prompt.
+    Without prefix caching, the request finds only the pages of its prompt.
     """
     scheduler = roomy_scheduler(enable_prefix_caching=caching)
     (sample,) = add(scheduler, 0, range(100, 109), 30)

@@ -1,4 +1,4 @@
-"""The scheduler as a whole: requests that are held, and what a step costs."""
+"""Held requests, and the number of Python lines that a step executes."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def test_a_held_request_waits_until_it_is_let_in():
 
 
 def costs(num_running, num_waiting=0):
-    """Lines of a step that admits everybody who can run, and of a round of these."""
+    """Return the lines that two steps execute: one that admits requests, and a round of them."""
     config = make_config(
         max_num_seqs=num_running,
         max_num_batched_tokens=32 * num_running,

@@ -1,6 +1,6 @@
-"""Budgets of a step, and configurations that cannot be scheduled.
+"""Token budgets of a step, and configs under which nothing could be scheduled.
 
-Where vLLM's tests have numbers (budgets of 20 and of 50), they are the same.
+The numbers (budgets of 20 and 50) are those of vLLM's tests where these have any.
 """
 
 import re
@@ -53,9 +53,9 @@ def test_two_budgets_cut_chunks(scheduled, batched, draft_slots, counts):
     [(7, 0, 1), (8, 0, 2), (11, 0, 2), (12, 0, 3), (12, 1, 2), (12, 2, 2), (12, 3, 1)],
 )
 def test_a_round_is_run_whole_or_not_at_all(budget, draft_slots, num_rows):
-    """Of 10 tokens two rounds of 4 take 8; vLLM would run the third with one draft.
+    """With a budget of 10, two rounds of 4 rows run; vLLM would also run the third, with one draft.
 
-    So what is drafted depends on nobody else. Each round pays for its draft slots.
+    So a request's drafts do not depend on other requests. Each round also pays for its draft slots.
     """
     config = make_config(max_num_batched_tokens=budget, shapes=((4, 8),))
     scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
@@ -73,7 +73,7 @@ def test_a_round_is_run_whole_or_not_at_all(budget, draft_slots, num_rows):
     [(4, [[0, 1], [2, 3], [0, 1], [2, 3]]), (3, [[0, 1], [2, 0], [1, 0], [2, 0], [1, 0], [2, 0]])],
 )
 def test_a_budget_too_small_for_all_goes_round(num_requests, expected, is_async):
-    """Who was left out comes first, then who came first."""
+    """Requests that were left out go first, then requests that arrived first."""
     config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
     scheduler, _ = decoding(num_requests, config, 3)
     turns = []
@@ -117,7 +117,7 @@ def test_chunks_get_their_turn_when_rounds_take_the_whole_budget():
 def test_budgets_have_to_hold_a_round_and_an_exact_chunk(
     scheduled, batched, exact, max_drafts, draft_slots, words
 ):
-    """Without `words` they just do."""
+    """If `words` is empty, the budgets are large enough."""
     config = make_config(
         max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched, exact=exact
     )
@@ -133,7 +133,7 @@ def test_budgets_have_to_hold_a_round_and_an_exact_chunk(
     [(32, 0, 1, 44), (43, 0, 3, 44), (44, 0, 4, None), (45, 1, 3, 48), (48, 1, 4, None)],
 )
 def test_exact_budgets_that_let_few_run_together_say_so(batched, draft_slots, together, needed):
-    """As a warning of an engine's; and as many do run together."""
+    """An engine warns of such budgets. The warning names how many requests run together."""
     sizes = {"max_num_seqs": 4, "num_pages": 64, "exact": True, "max_num_batched_tokens": batched}
     config = make_config(**sizes)
     told = explain_waiting(config, 3, draft_slots)

@@ -1,4 +1,4 @@
-"""Which requests a step takes, in which shape, and with which pages."""
+"""Which requests run in a step, in which shape, and with which pages."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ def test_first_come_first_served():
 
 
 def test_the_least_priority_value_goes_first_and_equals_in_order_of_arrival():
-    """Nobody is sent away for a more urgent request."""
+    """A running request is not preempted for a more urgent one."""
     scheduler = make_scheduler(make_config(max_num_seqs=1, scheduling_policy="priority"))
     add(scheduler, 5, 3, 3, priority=5)
     steps = [scheduler.schedule()]
@@ -64,7 +64,7 @@ def test_the_more_urgent_takes_every_turn():
 
 
 def test_a_request_waits_for_its_pages_and_is_not_overtaken():
-    """50 tokens take 7 pages of 10: there is room for the third request, but not for the second."""
+    """50 tokens need 7 of the 10 pages. The third request would fit, but the second is first."""
     scheduler = make_scheduler(make_config(num_pages=10))
     for i, length in enumerate([50, 50, 2]):
         add(scheduler, i, length)
@@ -78,7 +78,10 @@ def test_a_request_waits_for_its_pages_and_is_not_overtaken():
 
 @pytest.mark.parametrize("size, num_admitted", [(8, 4), (7, 4), (6, 3), (4, 2), (3, 2), (2, 1)])
 def test_a_newcomer_leaves_a_page_for_each_that_runs(size, num_admitted):
-    """Lest they preempt it at once: 8 tokens are one page, and one more for who is there."""
+    """Otherwise, it would soon be preempted. A prompt of 8 tokens has one page.
+
+    One free page is left for each running request.
+    """
     config = make_config(max_model_len=16, num_pages=size, shapes=((4, 8),))
     scheduler = make_scheduler(config)
     for i in range(4):
@@ -99,7 +102,7 @@ def test_an_id_is_taken_until_its_request_has_finished():
 
 
 def test_chunks_take_the_shape_in_which_they_get_furthest():
-    """Of several the narrowest. Shapes come in any order; not every width has a batch of 1."""
+    """Of equally good shapes, the narrowest is used. Some widths have no shape of batch size 1."""
     shapes = ((1, 64), (4, 8), (2, 32), (1, 8), (2, 8), (3, 16))
     cases = [
         ([8], (1, 8), [8]),
@@ -135,7 +138,7 @@ def test_a_prompt_that_takes_every_page_has_its_shape_and_so_has_its_rest():
 
 @dataclass
 class Noting(PolicyRule):
-    """K falls with the batch size, to see that it is asked with the right one."""
+    """A policy whose K falls with the batch size, and which records the loads."""
 
     weighs_requests: bool = True
     choices: tuple[int, ...] = (0, 1, 2, 3)
@@ -147,7 +150,7 @@ class Noting(PolicyRule):
 
 
 def test_k_is_chosen_once_a_step_by_who_decodes():
-    """Not by who is being prefilled, nor by who only waits for its last token."""
+    """Requests that are prefilled, or only wait for their last token, do not count."""
     policy = Noting()
     scheduler = make_scheduler(make_config(max_num_seqs=6, shapes=((6, 4),)), policy)
     assert scheduler.schedule() is None
@@ -166,7 +169,7 @@ def test_k_is_chosen_once_a_step_by_who_decodes():
 
 @pytest.mark.parametrize("weighs", [True, False])
 def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
-    """By group, length and drafts that are of use: of the last two tokens of a request, one."""
+    """The load has groups, lengths and usable drafts: one, if a request lacks only two tokens."""
     policy = Noting(weighs)
     scheduler = make_scheduler(make_config(shapes=((4, 16),)), policy)
     for i, max_tokens in enumerate((9, 9, 3)):
@@ -183,10 +186,10 @@ def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
 
 
 def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
-    """10 tokens of the prompt; with the first of the output each round of K 3 adds at most 4.
+    """The prompt has 10 tokens. With K = 3, each round in flight may add 4 tokens.
 
-    They are trimmed when fewer come. Of 11, 12, 16, 17 and 18 tokens the last is not run; 16, 12,
-    8, 4 and 0 more may be written.
+    When a round adds fewer tokens, pages are freed. At the end, the sequence has 11, 12, 16, 17 and
+    18 tokens after each result, and rounds in flight may still add 16, 12, 8, 4 and 0.
     """
     scheduler = make_scheduler(make_config(), 3)
     (sequence,) = add(scheduler, 0, 10, 40)
@@ -206,7 +209,7 @@ def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
 
 @pytest.mark.parametrize("k, max_tokens, expected", [(5, 40, 2), (6, 40, 3), (3, 7, 2), (3, 8, 3)])
 def test_no_further_page_is_taken_for_what_just_fits(k, max_tokens, expected):
-    """10 + 6 or 10 + 7 tokens in pages of 8; of a request the last token is not run."""
+    """A request has 10 + 6 or 10 + 7 tokens in pages of 8. Its last token is not computed."""
     scheduler = make_scheduler(make_config(), k)
     (sequence,) = add(scheduler, 0, 10, max_tokens)
     for _ in range(5 if max_tokens < 40 else 2):

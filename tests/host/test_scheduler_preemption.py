@@ -1,6 +1,6 @@
 """Preemption: which request is preempted, and what it keeps.
 
-That nothing is lost or told twice, whenever it happens, is for `tests/fuzz`.
+`tests/fuzz` checks that no token is lost or repeated, whenever preemption happens.
 """
 
 from support.scheduling import (
@@ -18,7 +18,7 @@ from support.scheduling import (
 
 
 def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
-    """K 8: 17 tokens are 3 pages of 5, for which the second has to give up its 3."""
+    """With K = 8, the first request needs 3 of 5 pages, so the second gives up its 3 pages."""
     config = make_config(
         max_model_len=40, num_pages=5, max_num_seqs=2, shapes=((2, 32),), max_num_batched_tokens=90
     )
@@ -34,7 +34,7 @@ def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
 
 
 def test_the_last_by_rank_loses():
-    """4 of 8 tokens each on 8 pages, and the first needs a second page with none free."""
+    """Four requests of 8 tokens need more pages than there are. The lowest rank is preempted."""
     config = make_config(num_pages=8, shapes=((4, 64),), scheduling_policy="priority")
     for priorities, order in [
         ([0, 0, 0, 0], [3, 2, 1]),
@@ -55,7 +55,7 @@ def test_the_last_by_rank_loses():
 
 
 def test_an_older_one_never_gives_way_to_a_younger():
-    """5 pages: at 20 tokens the first takes the last one, and the second waits with its 2."""
+    """Of 5 pages, the first request gets the last one, and the second waits with its 2 pages."""
     scheduler, first, second = two_decoding(5)
     for _ in range(2):
         give(scheduler, scheduler.schedule(), [9] * 4)
@@ -69,7 +69,7 @@ def test_an_older_one_never_gives_way_to_a_younger():
 
 
 def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
-    """Before those that came later, and behind those more urgent."""
+    """Its place is before later requests, and behind more urgent ones."""
     for priority, order in [(0, [1, 2]), (-1, [2, 1])]:
         scheduler, _, second = two_decoding(4)
         for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
 
 
 def test_exact_never_preempts_and_keeps_no_page_back():
-    """24 tokens are 3 pages of 6: two fit, for neither can ever need the other's."""
+    """A request needs at most 3 of 6 pages, so two requests always fit."""
     scheduler = make_scheduler(make_config(max_model_len=40, num_pages=6, exact=True), 3)
     for i in range(5):
         add(scheduler, i, 8, 17)

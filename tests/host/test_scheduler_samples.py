@@ -1,6 +1,6 @@
 """Samples of one prompt, and requests that are ended from outside.
 
-That nothing is lost then, whenever it happens, is for `tests/fuzz`.
+`tests/fuzz` checks that no token is lost then, whenever it happens.
 """
 
 import pytest
@@ -36,7 +36,7 @@ def test_samples_share_the_prompt_that_the_first_one_ran(is_caching):
 
 
 def test_samples_come_before_requests_that_came_later():
-    """With one slot, its first token ends the first; they find its pages."""
+    """There is one slot. A sample ends with its first token, and the next one finds its pages."""
     scheduler = make_scheduler(make_config(max_num_seqs=1))
     for i in range(2):
         add(scheduler, i, 20, 1, num_samples=3)

@@ -1,6 +1,6 @@
-"""What a sequence has at its beginning, and how its output ends.
+"""The state of a new sequence, and the ways in which its output ends.
 
-How outputs grow, and end by texts, grammars and their errors, is for `tests/fuzz`.
+`tests/fuzz` checks how outputs grow, and how texts, grammars and errors end them.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ PROMPT = (1, 2, 3)
 
 @dataclass
 class Ending:
-    """A text that is complete with one token, or a grammar."""
+    """A watch of stop texts, or a grammar, that is complete after the token `last`."""
 
     last: int
     seen: list[int] = field(default_factory=list)
@@ -68,7 +68,7 @@ def end(sequence):
 
 @pytest.mark.parametrize("output", [(), (4, 6)])
 def test_what_is_there_already_has_been_seen(output):
-    """Of an output that goes on; of one that has not begun there is nothing to see."""
+    """If an output continues, the watch and the grammar get its earlier tokens at the start."""
     calls = []
     seer = SimpleNamespace(append=calls.append, accept=calls.append)
     fields = {"watch_text": lambda: seer, "follow_grammar": lambda: seer}
@@ -115,7 +115,7 @@ def test_a_stop_id_ends_an_output_even_at_its_full_length(last, reason, max_toke
 
 @pytest.mark.parametrize("last", [EOS, STOP, 10])
 def test_a_text_comes_before_other_ends_on_the_same_token(last):
-    """A stop token has no text for a stop text to end in, unless it is included."""
+    """A stop token has no text in which a stop text could end, unless the output includes it."""
     for includes in True, False:
         options = {"include_stop_str_in_output": includes}
         sequence = make_sequence(max_tokens=2, watch=last, matcher=last, **options)
@@ -147,7 +147,7 @@ RULED_OUT = {"min_tokens": 5, "bad_words": ["a"]}
     ],
 )
 def test_where_no_token_is_left_the_output_ends_before_it(before, params, error, words):
-    """The device has -1 in its place, and log-probabilities that mean nothing."""
+    """The device returns -1 for the missing token, with meaningless log-probabilities."""
     sequence, row = make_sequence(logprobs=0, **params), [*before, -1]
     assert sequence.append(RowOutput([20], logprobs=logprobs_of([20]))) == 1
     assert sequence.append(RowOutput(row, len(before), logprobs_of(row))) == len(before)
@@ -164,14 +164,14 @@ def test_a_text_that_ends_before_no_token_is_left_has_ended():
 
 
 def test_a_grammar_that_ends_too_early_for_min_tokens_is_an_error():
-    """Of a model without ends of sequence, where nothing else tells."""
+    """The model has no end-of-sequence token, so nothing else would detect this."""
     sequence = make_sequence(matcher=12, min_tokens=3, structured_outputs={"choice": ["a"]})
     assert sequence.append(RowOutput([10, 12])) == 2 and end(sequence) == (True, "error", None)
     assert "structured_outputs, min_tokens=3" in str(sequence.error)
 
 
 def test_chunks_that_are_run_again_bring_the_prompts_logprobs_once():
-    """After a preemption; chunks may be cut elsewhere the second time, and end in one token."""
+    """After a preemption, chunks may have other borders. The last chunk samples a token."""
     sequence = make_sequence(prompt_logprobs=0)
     first, both = logprobs_of(PROMPT[1:2]), logprobs_of(PROMPT[1:])
     for told in first, both:

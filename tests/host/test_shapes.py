@@ -1,4 +1,4 @@
-"""Which of the shapes there are a step is run in."""
+"""Which of the available shapes a step runs in."""
 
 import itertools
 
@@ -47,6 +47,6 @@ def test_chunks_have_the_least_batch_of_their_width():
 
 
 def test_the_first_shapes_hold_any_step():
-    """All sequences with all drafts; chunks of a few prompts, as many tokens as there may be."""
+    """One shape holds all sequences with all drafts. The other has as many tokens as allowed."""
     assert EVERY.first == Shapes(((4, 128),), ((8, 3),))
     assert Shapes(((1, 64), (2, 32)), ((2, 5),)).first == Shapes(((2, 32),), ((2, 5),))

@@ -1,4 +1,4 @@
-"""Snapshots through the scheduler. Pages hold 8 tokens."""
+"""Which snapshots of states the scheduler takes and restores. Pages hold 8 tokens."""
 
 import pytest
 from support.scheduling import add, roomy_scheduler, run
@@ -9,9 +9,9 @@ def taken(found):
 
 
 def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
-    """And whoever comes next goes on from there: where pages of the output end, states are not.
+    """A later request resumes at this page, because the output has no snapshot of the states.
 
-    A prompt of one page, whose last token is always run, leaves no snapshot.
+    The last token of a prompt is always computed, so a prompt of one page needs no snapshot.
     """
     scheduler = roomy_scheduler(num_snapshots=3)
     (sample,) = add(scheduler, 0, range(100, 120), 14)
@@ -24,7 +24,7 @@ def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
 
 
 def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
-    """The first 20 tokens are the same: 2 pages. The third one finds the branch."""
+    """The prompts share 20 tokens, that is 2 pages. The third prompt resumes at the branch."""
     scheduler = roomy_scheduler(num_snapshots=4)
     for i, expected in enumerate(
         [
@@ -39,7 +39,7 @@ def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_samples_go_on_from_the_snapshot_of_the_first(caching):
-    """Without prefix caching, a request of one sample takes none."""
+    """Without prefix caching, a request with one sample takes no snapshot."""
     scheduler = roomy_scheduler(num_snapshots=1, enable_prefix_caching=caching)
     add(scheduler, 0, range(100, 120), num_samples=3)
     first = [(0, 16, None, 0), (16, 4, None, None)]
@@ -50,9 +50,9 @@ def test_samples_go_on_from_the_snapshot_of_the_first(caching):
 
 @pytest.mark.parametrize("length, snapshot", [(65, 0), (72, 0), (80, None)])
 def test_exact_chunks_stay_on_their_grid(length, snapshot):
-    """A snapshot is taken after 64 tokens, where a chunk ends anyway, and not after 72.
+    """A snapshot is taken after 64 tokens, where a chunk ends in any case, but not after 72.
 
-    Who goes on from it keeps to the grid as well.
+    Chunks of a request that resumes from it have the same borders.
     """
     scheduler = roomy_scheduler(num_snapshots=2, exact=True)
     add(scheduler, 0, range(100, 100 + length))

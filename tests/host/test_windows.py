@@ -1,6 +1,6 @@
-"""Pages of windows: which are held, and which prefixes are found. Pages have 8 tokens.
+"""Pages of sliding windows: which are kept, and which prefixes are found. Pages hold 8 tokens.
 
-Random schedules, with every cell that a row reads looked at, are in `tests/fuzz/test_schedules.py`.
+`tests/fuzz/test_schedules.py` runs random schedules, and checks every cell that a row reads.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ WINDOW = 20  # 3 pages before a page
 
 
 def held(scheduler, sequence):
-    """The places in the page table in which a sequence has pages of the window."""
+    """Return the places in the page table at which a sequence has window pages."""
     (window,) = scheduler.residents.page_tables[sequence.residency.slot, 1:]
     return [place for place, page in enumerate(window.tolist()) if page >= 0]
 
@@ -39,7 +39,7 @@ def test_a_prefix_shorter_than_the_window_needs_all_its_pages():
 
 
 def test_a_window_keeps_what_can_be_continued():
-    """The prompt's end and the output's are found, what is between them, or earlier, is not."""
+    """A request can resume at the prompt's end and at the output's end, but nowhere else."""
     scheduler = roomy_scheduler(windows=(WINDOW,))
     (first,) = add(scheduler, 0, range(64), 50)
     run(scheduler)

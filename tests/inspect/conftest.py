@@ -1,4 +1,4 @@
-"""Compilation for an H200 in a process of its own, so that this one's JAX stays on the CPU."""
+"""Compiles for an H200 in a separate process, so that JAX in this process stays on the CPU."""
 
 import os
 import warnings
@@ -19,16 +19,16 @@ SHARED_MEMORY = 227 * 1024  # that one program may have
 
 @pytest.fixture(scope="session")
 def seed(testrun_uid) -> int:
-    """The seed of what is compiled again, the same in every worker."""
+    """The seed that chooses which programs are compiled again. It is the same in every worker."""
     return int(os.environ.get(VARIABLE) or int(testrun_uid, 16) % 2**32)
 
 
 @pytest.fixture(scope="session")
 def kept(request, seed) -> Iterator[Kept]:
-    """Functions that were compiled for an H200 before: by earlier runs, or in the archive.
+    """Functions compiled for an H200 by earlier runs, or from the archive.
 
-    A program is compiled if anything that goes into the compiler has changed, and every program is
-    in nightly runs and with `--recompile`. Of the others each worker compiles one at random.
+    A program is compiled if any input of the compiler has changed. Nightly runs and `--recompile`
+    compile every program. Otherwise, each worker compiles a random one again.
     """
     if not has_cuda_plugin():
         pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
@@ -50,9 +50,10 @@ def kept(request, seed) -> Iterator[Kept]:
 
 @pytest.fixture(scope="session")
 def compile_for_h200(kept) -> Callable[..., dict[Any, dict[str, Any]]]:
-    """Compiles functions of a file in one process; skips without the plugin.
+    """Return a function that compiles functions of a file. Skip without the CUDA plugin.
 
-    (file, {case: (function, its arguments)}, fields of every request) -> reports by case.
+    Its arguments are the file, {case: (function, its arguments)}, and fields of every request. It
+    returns reports by case.
     """
 
     def compile_cases(file, cases, *, resources=False, kept=kept, **fields):
@@ -68,13 +69,13 @@ def compile_for_h200(kept) -> Callable[..., dict[Any, dict[str, Any]]]:
 
 @pytest.fixture(scope="session")
 def resources_of() -> Callable[[Mapping[str, Any]], dict[str, Resources]]:
-    """The kernels of a report by name."""
+    """Return a function that returns the kernels' resources in a report, by kernel name."""
     return lambda report: {one.name: one for one in map(Resources.of, report["resources"])}
 
 
 @pytest.fixture(scope="session")
 def fitting_kernels(resources_of) -> Callable[[Mapping[str, Any]], dict[str, Resources]]:
-    """The kernels of a report by name: none spills, and all have the shared memory they need."""
+    """Like `resources_of`, but also check that no kernel spills or needs too much shared memory."""
 
     def check(report):
         kernels = resources_of(report)

@@ -1,4 +1,4 @@
-"""The tool itself: what compile.py reports and hlo.py counts, on functions with known answers."""
+"""What compile.py reports and hlo.py counts, for functions with known answers."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def double(x):
 
 
 def program(name):
-    """For compile.py: a function of this file by its name."""
+    """For compile.py: return the function `name` of this file, with its arguments."""
     wide = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
     index = jax.ShapeDtypeStruct((), jnp.int32)
     args = {
@@ -78,7 +78,7 @@ PASSES = {
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Reports by the function's name."""
+    """Reports by function name."""
     over = {"num_elements": ROWS * COLUMNS, "columns": COLUMNS}
     cases = {name: ("program", {"name": name}) for name in (*PASSES, "donating", "switch")}
     # Of few thunks XLA would make no graph.

@@ -1,7 +1,8 @@
-"""Steps of drafters that make all drafts in one pass, compiled for an H200: what drawing moves.
+"""Steps of drafters that make all drafts in one pass, compiled for an H200: their traffic.
 
-Llama-3.1-8B with two layers, batch size 64; the drafters of benchmarks/configs with one layer. The
-draft logits of all positions are one array, and a slice of it for one position would be a copy.
+The target is Llama-3.1-8B with two layers, at batch size 64. The drafters are those of
+benchmarks/configs, with one layer. The draft logits of all positions are one array; a slice of it
+for one position would be a copy.
 """
 
 import json
@@ -28,7 +29,7 @@ WITHOUT_DRAFTS, PLAIN = "DFlash2, K = 0", "no drafter"
 
 @pytest.fixture(scope="module")
 def reports(kept, tmp_path_factory):
-    """Reports by drafter, all in one process; for K = 0 without a drafter as well."""
+    """Reports by drafter, and the report of a plain step."""
     model = CONFIGS / "Llama-3.1-8B"
     few = {"model": model, "batch": FEW, "k": 0, "num_layers": 1}
     many = {"model": model, "batch": BATCH, "k": K, "num_layers": 2}
@@ -67,13 +68,13 @@ def test_draft_logits_are_not_copied(reports, name):
 
 
 def test_observed_rows_read_the_columns_of_keys_and_values(reports):
-    """Of the merged projection, without copying them; what combines the states reads all."""
+    """Columns of the merged projection are read without a copy. Other weights are read whole."""
     num_bytes = reports["DFlash2"].num_bytes["observe"]
     assert WEIGHTS < num_bytes < WEIGHTS + 2 * DIM * DIM
 
 
 def test_a_step_without_drafts_only_keeps_what_the_head_will_observe(reports):
-    """It writes the features of its rows; another program reads the weights, for eight steps."""
+    """The step writes its rows' features. Another program reads the weights for eight steps."""
     plain, report = reports[PLAIN], reports[WITHOUT_DRAFTS]
     assert report.is_one_command_buffer and report.is_state_in_place
     assert report.num_launches["draft"] == report.num_launches["observe"] == 0

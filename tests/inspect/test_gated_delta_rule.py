@@ -1,4 +1,4 @@
-"""The gated delta rule's kernels as compiled for an H200: no spills, and nothing moved but once."""
+"""The gated delta rule's kernels, compiled for an H200: no spills, and no needless traffic."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.h200
 
 
 def call(model, batch, length, folds):
-    """For the compiler: the operation at a shape, with a donated cache."""
+    """For compile.py: return the operation for these shapes, with a donated cache."""
     heads = MODELS[model]
 
     def shape(*sizes, dtype=jnp.bfloat16):
@@ -58,7 +58,7 @@ def num_bytes(arrays):
 
 
 def chunks_bytes(x, heads):
-    """Of what the kernels of a prompt leave for each other."""
+    """Return the bytes of the arrays between the kernels of a prompt."""
     chunk = DeltaRuleTuning().chunk
     num_chunks = -(-x.shape[1] // chunk)
     columns = 3 * heads.key_dim + heads.value_dim + chunk
@@ -66,7 +66,7 @@ def chunks_bytes(x, heads):
 
 
 def inputs_bytes(x, heads):
-    """Of what the kernels of a step leave for each other."""
+    """Return the bytes of the arrays between the kernels of a step."""
     per_token = heads.num_keys * heads.key_dim + heads.num_values * (heads.value_dim + 1)
     return 4 * x.shape[0] * x.shape[1] * per_token
 
@@ -80,8 +80,10 @@ def reports(compile_for_h200):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_cache_stays_where_it_is_and_nothing_but_kernels_runs(reports, case):
-    """All of it is aliased, and there is no room for a second copy of any layer's states: a state
-    is read by the one kernel that owns it, and written by it."""
+    """The cache is updated in place, and there is no room for a second copy of a layer's states.
+
+    Only one kernel reads and writes a state.
+    """
     (model, *_, folds), report = case, reports[case]
     _, (x, _, cache, *_), _ = call(*case)
     heads, (batch, length, _) = MODELS[model], x.shape
@@ -97,9 +99,11 @@ def test_the_cache_stays_where_it_is_and_nothing_but_kernels_runs(reports, case)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_fit_and_fold_as_verifying_rounds(reports, fitting_kernels, case):
-    """Both add u k^T to e^g S by a multiply-add that no compiler chose: in the kernel's loop over
-    pending tokens, and in a step once more in its loop over new ones, beside two sums over keys, in
-    which all pieces but the first are added so."""
+    """Prompts and steps round states in the same way: u k^T is added to e^g S by explicit FMAs.
+
+    The kernel of a prompt has these FMAs in its loop over pending tokens. The kernel of a step also
+    has them in its loop over new tokens, together with the FMAs of two sums over keys.
+    """
     kernels, (model, batch, _, folds) = fitting_kernels(reports[case]), case
     kernel = kernels["gated_delta_rule_chunks" if folds else "gated_delta_rule"]
     heads, tuning = MODELS[model], choose_tuning(batch)
@@ -113,8 +117,10 @@ def test_kernels_fit_and_fold_as_verifying_rounds(reports, fitting_kernels, case
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case[3]], ids=str)
 def test_many_programs_of_a_step_share_a_multiprocessor(reports, fitting_kernels, case):
-    """Some load while others compute. Their states come to what the memory's latency asks for,
-    about 20 KiB of loads in flight per multiprocessor, several times over."""
+    """Some programs load while others compute, to hide the latency of memory.
+
+    Their states are larger than the 20 KiB of loads in flight that a multiprocessor needs.
+    """
     kernels, heads = fitting_kernels(reports[case]), MODELS[case[0]]
     kernel, inputs = kernels["gated_delta_rule"], kernels["gated_delta_rule_inputs"]
     num_programs = REGISTERS // (kernel.registers * kernel.threads[0])

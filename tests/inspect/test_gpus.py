@@ -1,4 +1,4 @@
-"""The GPUs that steps are compiled for, against what nvidia-smi and ptxas say of them."""
+"""The descriptions of GPUs, compared with nvidia-smi and ptxas."""
 
 import re
 
@@ -16,7 +16,7 @@ def test_memory_and_architecture(name):
 
 
 def test_a_file_says_no_field_twice():
-    """A second line would win silently, or be refused by XLA alone."""
+    """A second line for a field would silently replace the first, or make XLA fail."""
     for name in GPUS:
         fields = re.findall(r"^ *(\w+): ", GPU.named(name).target_config, re.MULTILINE)
         assert len(fields) == len(set(fields))

@@ -1,4 +1,4 @@
-"""The grouped product, the mixtures it is for, and their routes, as compiled for an H200."""
+"""The grouped product, mixtures of experts and their routes, compiled for an H200."""
 
 import functools
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.h200
 
 
 def product(rows, groups, depth, columns, dtype):
-    """For the compiler: a product whose rows come from others."""
+    """For compile.py: return a product whose rows are gathered from other places."""
     shapes = (rows, depth), (groups, depth, columns)
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     args += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (groups, rows)]
@@ -55,7 +55,7 @@ def product(rows, groups, depth, columns, dtype):
 
 
 def mixture(rows, num_experts=256, num_chosen=8):
-    """For compile.py: a layer of Qwen3.5-35B-A3B."""
+    """For compile.py: return a mixture of experts like Qwen3.5-35B-A3B's."""
     dim, width = 2048, 512
     experts = Experts(num_experts, num_chosen, width, width, True)
     params = MoE(
@@ -74,7 +74,7 @@ def mixture(rows, num_experts=256, num_chosen=8):
 
 
 def routing(name):
-    """For compile.py: the choice of a step with padding rows."""
+    """For compile.py: return the choice of experts for a step with padding rows."""
     rows, experts, chosen, rule, dtype = ROUTES[name]
 
     def run(logits, correction, is_padding):
@@ -87,7 +87,7 @@ def routing(name):
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Those of products by shape and dtype, of mixtures by rows, of routes by name."""
+    """Reports of products by sizes and dtype, of mixtures by rows, and of routes by name."""
     names = "rows", "groups", "depth", "columns", "dtype"
     cases = {case: ("product", dict(zip(names, case, strict=True))) for case in PRODUCTS}
     cases |= {rows: ("mixture", {"rows": rows}) for rows in MIXTURES}

@@ -1,4 +1,4 @@
-"""What jax_triton makes of translated kernels, beside what Pallas makes of them; needs no GPU."""
+"""Translated kernels compiled by jax_triton, compared with Pallas. Needs no GPU."""
 
 import importlib.util
 
@@ -28,8 +28,10 @@ pytestmark = pytest.mark.h200
 
 
 def program():
-    """For compile.py: hot kernels of a step at sizes that ship, a cache that is updated in place
-    and of more than 2^31 elements."""
+    """For compile.py: return important kernels of a step, at sizes of real models.
+
+    One of the caches is updated in place, and has more than 2^31 elements.
+    """
     f32, i32 = jnp.float32, jnp.int32
 
     def shape(*sizes, dtype=jnp.bfloat16):
@@ -68,13 +70,13 @@ def program():
 
 @pytest.fixture(scope="module")
 def dumped(tmp_path_factory):
-    """Where jax_triton leaves the PTX."""
+    """The folder to which jax_triton writes the PTX."""
     return tmp_path_factory.mktemp("ptx")
 
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200, dumped):
-    """By backend."""
+    """Reports by backend."""
     if importlib.util.find_spec("jax_triton") is None:
         pytest.skip("needs jax-triton")
     made, traffic = {}, {"batch": BATCH, "context": 2048}

@@ -1,4 +1,4 @@
-"""Functions that are kept: what is compiled again, and what tells that a kept one is wrong."""
+"""Kept functions: which of them are compiled again, and how a wrong one is detected."""
 
 import importlib.metadata
 import json

@@ -1,4 +1,4 @@
-"""Attention over latents at the shapes of real models, as compiled for an H200."""
+"""Attention over latents at the shapes of real models, compiled for an H200."""
 
 from dataclasses import asdict, dataclass
 
@@ -48,7 +48,7 @@ PLAIN = {"GLM-4.7-Flash": (20, 192, 256), "DeepSeek-V3": (128, 128, 128)}
 
 
 def program(**case):
-    """For the compiler: attention over the latents themselves."""
+    """For compile.py: return attention over the latents themselves (the absorbed form)."""
     case, width = Case(**case), RANK + ROTATED
     places = NUM_LAYERS, NUM_PAGES * (2 if case.pool else 1), case.page_size
     shapes = (
@@ -84,7 +84,7 @@ def kind_of(name):
 
 
 def chunk(name):
-    """For the compiler: attention of a chunk of a prompt, in the plain form."""
+    """For compile.py: return the attention of a prompt's chunk, over keys and values of heads."""
     kind = kind_of(name)
     shapes = {
         "positions": ((WIDTH,), jnp.int32),
@@ -108,7 +108,7 @@ def chunk(name):
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Reports by case, and of chunks by model."""
+    """Reports of `program` by case, and of `chunk` by model."""
     cases = {case: ("program", asdict(case)) for case in CASES}
     cases |= {name: ("chunk", {"name": name}) for name in PLAIN}
     return compile_for_h200(__file__, cases, resources=True, options=GPU_OPTIONS)
@@ -116,7 +116,7 @@ def reports(compile_for_h200):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_fit_the_device(reports, fitting_kernels, case):
-    """One kernel or two; bf16 on tensor cores; the pool is not copied."""
+    """There are one or two kernels. bf16 products use tensor cores, and the pool is not copied."""
     kernels = fitting_kernels(reports[case])
     assert kernels.keys() <= {"latent_attention", "latent_attention_combine"}
     launched = [one["name"] for one in reports[case]["thunks"] if one["kind"] == "kCustomKernel"]
@@ -130,6 +130,6 @@ def test_kernels_fit_the_device(reports, fitting_kernels, case):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_chunk_stays_within_the_memory_planned(reports, fitting_kernels, name):
-    """It holds keys and values of a block of its context at a time."""
+    """Keys and values of only one block of the context exist at a time."""
     assert any("paged_attention" in kernel for kernel in fitting_kernels(reports[name]))
     assert 0 < reports[name]["memory"]["temp"] <= WIDTH * kind_of(name).row_size * 2

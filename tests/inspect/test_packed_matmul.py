@@ -1,4 +1,4 @@
-"""Products with 4-bit matrices, and a step of a model that has them, as compiled for an H200."""
+"""Products with 4-bit matrices, and a step of a model that has them, compiled for an H200."""
 
 import jax
 import pytest
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.h200
 
 
 def product(rows, depth, columns, form, has_zeros):
-    """For the compiler. Floats have scales in float8."""
+    """For compile.py: return a product. FP4 numbers have scales in float8."""
     form = FourBits(*form)
     groups = form.num_groups(depth), columns
     arrays = ((rows, depth), "bfloat16"), ((columns, form.width(depth)), "uint8")

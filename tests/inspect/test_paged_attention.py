@@ -1,4 +1,4 @@
-"""Paged attention at the shapes of real models, as compiled for an H200: what its kernels take."""
+"""Paged attention at the shapes of real models, compiled for an H200: resources and traffic."""
 
 from dataclasses import asdict, dataclass, replace
 
@@ -69,7 +69,7 @@ CASES = [
 
 
 def program(**case):
-    """For the compiler: the jitted function, its shapes, and nothing static."""
+    """For compile.py: return the jitted function, its shapes, and no static arguments."""
     case, shape = Case(**case), jax.ShapeDtypeStruct
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     num_pages = NUM_PAGES if case.kv_dtype is None else 2 * NUM_PAGES  # 8-bit numbers
@@ -102,9 +102,11 @@ def reports(compile_for_h200):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_fit_the_device(reports, fitting_kernels, case):
-    """One kernel or two, which multiply bf16 on tensor cores, those of Hopper where there are rows
-    for them, and f32 as it is. The pool is not copied: scratch is the partials of the splits, a
-    quarter of what one layer of the pool takes."""
+    """There are one or two kernels. bf16 products use tensor cores, and f32 is not rounded.
+
+    With enough rows, the products are Hopper's (wgmma). The pool is not copied: temporary memory
+    holds only the splits' partial results, a quarter of the pool of one layer.
+    """
     report, kernels = reports[case], fitting_kernels(reports[case])
     assert kernels.keys() <= {case.kernel, "paged_attention_combine"}
     assert report["top_level"] == ["kCustomKernel"] * len(kernels)

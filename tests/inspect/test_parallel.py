@@ -1,4 +1,4 @@
-"""Steps of two H200s, compiled without any: their collectives, and the figures of each of them."""
+"""Steps of two H200s, compiled without a GPU: their collectives, and figures per GPU."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.h200
 
 
 def exchange(mesh):
-    """For compile.py: sums and gathers what two devices hold."""
+    """For compile.py: return a sum and a gather over two devices."""
 
     def each(x):
         total = jax.lax.psum(x[0], "model")
@@ -35,7 +35,7 @@ def exchange(mesh):
 
 @pytest.mark.parametrize("collectives", ["auto", "nccl"])
 def test_bytes_of_collectives(compile_for_h200, collectives):
-    """An all-reduce by XLA's kernel, or one by NCCL; the gather is always NCCL's."""
+    """An all-reduce is a kernel of XLA or of NCCL. A gather is always NCCL's."""
     asked = {"options": collective_options(collectives), "mesh": ("model", 2)}
     (report,) = compile_for_h200(
         __file__, {0: ("exchange", {})}, traffic={"batch": 1, "context": 1}, **asked
@@ -49,7 +49,7 @@ def test_bytes_of_collectives(compile_for_h200, collectives):
 
 @pytest.fixture(scope="module")
 def reports(kept):
-    """A step by each way to exchange sums."""
+    """Reports of a step, by the way to exchange sums; and of a step with whole experts."""
     fields = {"model": MODEL, "batch": BATCH, "k": K, "method": "eagle", "num_layers": LAYERS}
     fields["tensor_parallel_size"] = 2
     requests = [StepRequest(**fields, collectives=name) for name in NAMES]
@@ -61,7 +61,7 @@ def reports(kept):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step(reports, name):
-    """Two sums per layer, and one per embedding; each sampled row gathers a token and its score."""
+    """There are two sums per layer and one per embedding. Sampled rows gather token and score."""
     report = reports[name]
     (layers,) = report.layers.values()
     row, rows = 2 * DIM, BATCH * (K + 1)
@@ -86,7 +86,7 @@ def test_a_step(reports, name):
 
 
 def test_a_layer_of_whole_experts(reports):
-    """As many sums as with parts of all experts; each device reads its own 64 experts at most."""
+    """There are as many sums as with divided experts. Each device reads at most its 64 experts."""
     (layer,) = reports["experts"].layers.values()
     assert [(x.kind, x.num_read) for x in layer.collectives] == [
         ("all-reduce", BATCH * 2 * DIM)

@@ -1,7 +1,7 @@
-"""Programs of engines as compiled for an H200: what they read, copy, and pass over.
+"""Programs of engines, compiled for an H200: their reads, copies and passes.
 
-A round of Llama-3.1-8B with EAGLE, K = 3, of 64 requests, beside a chunk of 128 tokens, two of its
-layers; and a chunk of Qwen3.5-27B with its MTP module, one period of its layers.
+One program is a round of Llama-3.1-8B with EAGLE: K = 3, 64 requests and two layers, together with
+a chunk of 128 tokens. Another is a chunk of Qwen3.5-27B with its MTP module and four layers.
 """
 
 from pathlib import Path
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.h200
 
 
 def parts_of(name="Llama-3.1-8B", method="eagle", num_layers=2, dtype="bfloat16"):
-    """The model, its drafter, and shapes of their weights."""
+    """Return the model, its drafter, and the shapes of their weights."""
     speculation = {"method": method, "num_speculative_tokens": K}
     if method == "eagle":
         speculation["model"] = OWN_SHAPE
@@ -44,7 +44,7 @@ def parts_of(name="Llama-3.1-8B", method="eagle", num_layers=2, dtype="bfloat16"
 
 
 def program(name, dtype="bfloat16"):
-    """For compile.py: a program of an engine, its shapes, and what is static in it."""
+    """For compile.py: return a program of an engine, its shapes, and its static arguments."""
     is_hybrid = name == HYBRID
     parts = parts_of("Qwen3.5-27B", "mtp", 4) if is_hybrid else parts_of(dtype=dtype)
     batch = HYBRID_BATCH if is_hybrid else BATCH + 1
@@ -62,7 +62,7 @@ def program(name, dtype="bfloat16"):
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """By name; of the round by its dtype as well."""
+    """Reports by program name; "float32" is the round in this dtype."""
     cases = {name: ("program", {"name": name}) for name in (*PROGRAMS, HYBRID)}
     cases["float32"] = "program", {"name": "decode", "dtype": "float32"}
     made = compile_for_h200(
@@ -83,7 +83,7 @@ def reports(compile_for_h200):
 
 
 def is_taken(one):
-    """Whether a batch that asks for nothing runs a kernel."""
+    """Return whether a kernel runs for a batch without optional work."""
     return all(number == 0 for _, number in one["branches"])
 
 
@@ -91,7 +91,7 @@ def is_taken(one):
 
 
 def num_bytes(report):
-    """Of all kernels but attention's, which read what they read anyway."""
+    """Return the bytes of all kernels except attention's, which always move the same bytes."""
     return sum(
         one["times"] * (one["num_read"] + one["num_written"])
         for one in report["launches"]
@@ -124,7 +124,7 @@ def test_it_is_one_command_buffer_with_fewer_launches(reports):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_greedy_round_writes_logits_once_and_reads_them_once(reports, dtype):
-    """The target's, and those of each draft."""
+    """This holds for the target's logits and for each draft's logits."""
     passes = [one for one in reports[dtype]["passes"] if is_taken(one)]
     of_target = [one for one in passes if one["num_bytes"] >= 2 * BATCH * (K + 1) * VOCAB]
     assert [one["access"] for one in of_target] == ["write", "read"], of_target
@@ -137,7 +137,7 @@ def test_a_greedy_round_writes_logits_once_and_reads_them_once(reports, dtype):
 
 
 def test_no_second_copy_of_all_states_of_a_hybrid_is_kept(reports):
-    """A layer's own states are gathered; those of all layers together never are."""
+    """A layer's own states are gathered, but never the states of all layers together."""
     states = f"= f32[3,{HYBRID_BATCH},48,128,128]"
     assert states in reports[HYBRID]["hlo"]
     lines = reports[HYBRID]["hlo"].splitlines()

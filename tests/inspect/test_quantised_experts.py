@@ -1,4 +1,4 @@
-"""Products with float8 and MXFP4 experts and latents, and a step that has them, as for an H200."""
+"""Products with float8 and MXFP4 experts and latents, and a step, compiled for an H200."""
 
 from functools import partial
 
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.h200
 
 
 def product(kind, rows, groups, depth, columns, block):
-    """For the compiler: a product whose rows come from others."""
+    """For compile.py: return a product whose rows are gathered from other places."""
     x, places = ((rows, depth), "bfloat16"), [((size,), "int32") for size in (groups, rows)]
     if kind == "latents":
         sides = (128, int(block)) if depth < columns else (int(block), 128)

@@ -1,4 +1,4 @@
-"""Registers, spills, shared memory and launches of kernels, as ptxas and XLA tell them."""
+"""Registers, spills, shared memory and launches of kernels, as ptxas and XLA report them."""
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +18,13 @@ def scale(x, out):
 
 
 def crowd(x, out):
-    """Holds a tile that one warp has no registers for, twice over."""
+    """A kernel whose tile needs twice the registers of one warp."""
     tile = x[...]
     out[...] = tile * tile.sum(axis=0)[None] + jnp.exp(tile) * tile.sum(axis=1)[:, None]
 
 
 def triton(num_warps, kernels, size=(ROWS, COLUMNS)):
-    """For compile.py: kernels of this file by name, one after another."""
+    """For compile.py: run Triton kernels of this file, given by name, one after another."""
 
     @jax.jit
     def run(x):
@@ -43,7 +43,7 @@ def triton(num_warps, kernels, size=(ROWS, COLUMNS)):
 
 
 def mosaic():
-    """For compile.py: a kernel of Mosaic's."""
+    """For compile.py: run a kernel of Mosaic."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def double(x, out):
@@ -60,7 +60,7 @@ def mosaic():
 
 @pytest.fixture(scope="module")
 def resources(compile_for_h200, resources_of):
-    """Resources by case, then by the kernel's name."""
+    """Resources by case, then by kernel name."""
     cases = {
         "both": ("triton", {"num_warps": 4, "kernels": ["scale", "scale"]}),
         "crowd": ("triton", {"num_warps": 1, "kernels": ["crowd"], "size": (64, 128)}),
@@ -72,7 +72,7 @@ def resources(compile_for_h200, resources_of):
 
 
 def test_a_kernel_that_spills_is_found(resources):
-    """And one that does not is not."""
+    """A kernel that does not spill is not reported."""
     (scale,) = resources["both"].values()  # the second call is of the same kernel
     assert scale.name == scale.kernel == "scale" and not scale.spills
     assert scale.grid == (ROWS, 1, 1) and scale.threads == (128, 1, 1)

@@ -1,4 +1,4 @@
-"""Products with float8 matrices, and a step of a model that has them, as compiled for an H200."""
+"""Products with float8 matrices, and a step of a model that has them, compiled for an H200."""
 
 import json
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.h200
 
 
 def product(rows, depth, columns, block, dtype):
-    """For the compiler."""
+    """For compile.py: return a product with a float8 matrix."""
     sizes = [-(-size // side) for size, side in zip((columns, depth), block, strict=True)]
     arrays = ((rows, depth), "bfloat16"), ((columns, depth), dtype), (sizes, "float32")
     args = tuple(jax.ShapeDtypeStruct(*one) for one in arrays)

@@ -1,6 +1,6 @@
 """Kernels, their bytes and their layers, as hlo.py counts them, where the answers are known.
 
-What our Pallas kernels touch of whole pools is counted on kernels of their names that do less.
+Small kernels with the names of our Pallas kernels show which parts of whole pools are counted.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ f32, i32 = partial(shape, dtype=jnp.float32), partial(shape, dtype=jnp.int32)
 
 
 def call(name, operands, outputs, aliases=None):
-    """A Pallas kernel of that name, which does next to nothing with operands that pass through."""
+    """Call a Pallas kernel with this name, which does almost nothing. Operands may be aliased."""
 
     def kernel(*refs):
         refs[-1][(pl.program_id(0), *(0,) * (len(refs[-1].shape) - 1))] = jnp.zeros(
@@ -124,7 +124,7 @@ PALLAS = {
 
 
 def pallas(name):
-    """For compile.py: one kernel; twice, if it updates what it then reads."""
+    """For compile.py: call a kernel once, or twice if it updates an operand in place."""
     operands, outputs, aliases, *_ = PALLAS[name]
 
     def run(*operands):
@@ -141,7 +141,7 @@ def pallas(name):
 
 @jax.jit
 def mlp(params, x):
-    """Two GEMMs; what stands between is a kernel of its own."""
+    """Two GEMMs, with a separate kernel between them."""
     hidden = jax.lax.optimization_barrier(x @ params["up"])
     return jax.lax.optimization_barrier(jax.nn.silu(hidden)) @ params["down"]
 
@@ -153,7 +153,7 @@ def put_rows(pool, rows, at):
 
 @jax.jit
 def copied(pool, rows, at):
-    """The pool is not donated, and so is copied."""
+    """An update of a pool that is not donated, and is therefore copied."""
     return pool.at[at].set(rows)
 
 
@@ -165,7 +165,7 @@ def either(x, which):
 
 @jax.jit
 def stack(params, x, pool):
-    """Four layers alike, then a head; `before` and `beside` stand outside of them."""
+    """Four equal layers, then a head. The scopes `before` and `beside` are outside of layers."""
     with jax.named_scope("before"):
         x = jax.lax.optimization_barrier(x @ params["head"].T)
     for layer in params["layers"]:
@@ -181,7 +181,7 @@ def repeated(x):
 
 @jax.jit
 def twice(x):
-    """One loop in two scopes: within it, both are named after the first."""
+    """The same loop in two scopes. XLA names the kernels of both after the first scope."""
     with jax.named_scope("first"):
         x = repeated(x)
     with jax.named_scope("second"):
@@ -201,13 +201,13 @@ ARGUMENTS = {
 
 
 def program(name):
-    """For compile.py: a function of this file by its name."""
+    """For compile.py: return the function `name` of this file, with its arguments."""
     return globals()[name], ARGUMENTS[name], {}
 
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Reports by name, with cuBLAS."""
+    """Reports by function name, with cuBLAS."""
     traffic = {
         "batch": BATCH,
         "context": CONTEXT,
@@ -223,7 +223,7 @@ def reports(compile_for_h200):
 
 @pytest.mark.parametrize("name", PALLAS)
 def test_a_pallas_call_counts_what_it_touches(reports, name):
-    """Also where it updates something in place, which is not copied."""
+    """An operand that is updated in place is not copied."""
     *_, aliases, read, written = PALLAS[name]
     launches, num_calls = reports[name]["launches"], 2 if aliases else 1
     found = [one for one in launches if one["pallas"] == name]
@@ -276,7 +276,7 @@ def test_a_loop_stands_where_it_is_called(reports):
 
 
 def test_every_kernel_is_a_thunk(reports):
-    """Kernels counted are those that XLA launches, in every branch."""
+    """The counted kernels are those that XLA launches, in every branch."""
     for name, report in reports.items():
         around = ("kCommandBuffer", "kConditional", "kWhile", "kSequential")
         thunks = [one for one in report["thunks"] if one["kind"] not in around]

@@ -1,4 +1,4 @@
-"""Truncated sampling, as compiled for an H200: five kernels, one CUDA graph, few passes."""
+"""Truncated sampling, compiled for an H200: five kernels, one CUDA graph, few passes."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.h200
 
 
 def truncated(rows):
-    """For the compiler: the kernels alone."""
+    """For compile.py: return only the truncation."""
     shapes = [((rows, VOCAB), jnp.float32)]
     shapes += [((rows,), dtype) for dtype in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)]
     return jax.jit(truncate_triton), tuple(jax.ShapeDtypeStruct(*one) for one in shapes), {}
 
 
 def settle(verification):
-    """For compile.py: from hidden states to a verdict, by way of edits and truncation."""
+    """For compile.py: return the way from hidden states to a verdict, with edits and truncation."""
     fields = {"method": "eagle", "model": "", "num_speculative_tokens": K}
     method = make_verification(SpeculativeConfig(**fields, verification=verification))
 
@@ -60,7 +60,7 @@ def settle(verification):
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Of the kernels by their number of rows, of the whole by how drafts are verified."""
+    """Reports of `truncated` by the number of rows, and of `settle` by verification method."""
     cases = {rows: ("truncated", {"rows": rows}) for rows in (ROWS, 1)}
     cases |= {method: ("settle", {"verification": method}) for method in METHODS}
     over = {"num_elements": ROWS * VOCAB, "columns": VOCAB}
@@ -80,7 +80,7 @@ def test_programs_share_multiprocessors(reports, fitting_kernels, rows):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_it_is_all_one_cuda_graph_and_truncation_adds_three_passes(reports, method):
-    """Two kernels read the logits, and one writes them; others change a few of them in place."""
+    """Two kernels read the logits, and one writes them. Others change a few logits in place."""
     report = reports[method]
     assert report["is_one_command_buffer"]
     assert report["uncaptured_conditionals"] == []

@@ -1,9 +1,9 @@
-"""Whole decode steps of models that are served, compiled for an H200: launches, bytes, copies.
+"""Whole decode steps of real models, compiled for an H200: launches, bytes and copies.
 
-The numbers may only fall. Both of XLA's ways with matmuls are compiled, since on the GPU its tuner
-picks from the two: every case with XLA's own, which XLA fuses with what is around, and a case of
-each kind of layer with cuBLAS, which differs in copies and launches around products only. Contexts
-are of 2,048 tokens; bytes are those of every kernel's operands.
+The limits may only fall. On a GPU, XLA's tuner chooses between its own matmuls and cuBLAS, so both
+are compiled. Every case has XLA's matmuls, which are fused with other operations. One case of each
+kind of layer has cuBLAS, which changes only copies and launches next to products. Contexts have
+2,048 tokens, and bytes are those of all kernels' operands.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.h200
 
 @dataclass(frozen=True)
 class Case:
-    """A step, and what it may take."""
+    """A step, and its limits."""
 
     model: str
     batch: int
@@ -66,7 +66,7 @@ assert GEMM_CASES.keys() == GEMMS.keys()
 
 @pytest.fixture(scope="class")
 def reports(request, kept):
-    """Reports by case, of a class's way with matmuls; all in one process."""
+    """Reports by case, with the matmuls of a test class."""
     gemm = request.cls.gemm
     requests = [
         StepRequest(
@@ -84,7 +84,7 @@ def reports(request, kept):
 
 
 class StepTests:
-    """What holds for every case; the classes below run side by side."""
+    """Tests of every case. Each subclass uses other matmuls, and may run in another worker."""
 
     def test_it_is_one_command_buffer_with_few_launches(self, reports, case):
         report = reports[case]
@@ -105,13 +105,13 @@ class StepTests:
         assert report.memory["output"] - report.memory["alias"] < most
 
     def test_bytes_are_few_and_kernels_fit(self, reports, case):
-        """Kernels of ours, and XLA's."""
+        """The kernels are ours and XLA's."""
         assert 1 <= reports[case].verify.ratio <= case.most_bytes
         for kernel in reports[case].resources:
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel
 
     def test_parts_add_up(self, reports, case):
-        """Of products with a head that is not tied, one is the target's, and one each draft's."""
+        """With an untied output head, the target has one product with it, each draft another."""
         report = reports[case]
         counts = dict(report.num_launches)
         assert counts.pop("step") == sum(counts.values()) == sum(x.times for x in report.taken)

@@ -10,13 +10,13 @@ from pallas_kernels import dispatch, triton_call
 
 @pytest.fixture(params=["reference", "interpret"])
 def kernels(request) -> str:
-    """Every implementation that runs here."""
+    """The name of each implementation that can run here."""
     return request.param
 
 
 @pytest.fixture
 def checker(monkeypatch) -> Iterator[RaceChecker]:
-    """Kernels run as jax_triton would run them, watched."""
+    """Run kernels as jax_triton would, on a checker that finds races."""
     checker = RaceChecker()
     for module in triton_call, dispatch:
         monkeypatch.setattr(module, "backend", lambda: "jax_triton")

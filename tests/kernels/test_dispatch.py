@@ -1,4 +1,4 @@
-"""Which implementation runs where, and what is said when it is not the one asked for."""
+"""Which implementation runs on which device, and the messages if it is not the requested one."""
 
 import logging
 import warnings
@@ -18,7 +18,7 @@ ALL = "mosaic", *BOTH
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A function that gives this process an NVIDIA GPU of some compute capability, or none."""
+    """Return a function that simulates a GPU of a compute capability, or no GPU."""
 
     def set_capability(capability):
         monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)

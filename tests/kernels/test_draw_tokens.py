@@ -1,4 +1,4 @@
-"""Every implementation of the draw against its equation, with threefry's own bits, and by law."""
+"""Draws of every implementation, compared with the equation and with its distribution."""
 
 import functools
 
@@ -29,7 +29,7 @@ def arguments(num_rows, vocab_size, seed=0, temperatures=(0.0, 0.5, 1.0, 1e-7)):
 
 @functools.partial(jax.jit, static_argnums=1)
 def bits_by_definition(seed, stream, counters):
-    """Of the first tokens, as many as any test has."""
+    """Return threefry's random bits of the first tokens, as many as any test has."""
     key = jax.random.fold_in(jax.random.key(seed), stream)
     for counter in counters:
         key = jax.random.fold_in(key, counter)
@@ -40,7 +40,7 @@ def bits_by_definition(seed, stream, counters):
 
 
 def by_definition(logits, temperature, seeds, stream, counters, token_ids=None):
-    """The equation in f64, row by row; and by how much the token won."""
+    """Return the token of each row by the equation in f64, and its lead over the second token."""
     ids = np.arange(logits.shape[1]) if token_ids is None else np.asarray(token_ids)
     tokens, leads = [], []
     for n, row in enumerate(np.asarray(logits, np.float64)):
@@ -78,7 +78,7 @@ def test_columns_go_by_their_names(kernels):
 
 @pytest.mark.every_jax
 def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
-    """A NaN counts wherever it is; infinities and the lowest number are numbers."""
+    """A NaN anywhere leaves a row without a token. +inf and the lowest number can be drawn."""
     logits, temperature, *others = arguments(*SHAPE)
     logits[:], temperature[:] = -np.inf, np.arange(SHAPE[0]) // 2 % 2
     logits[1, [4100, 70, 8999]] = 2.0
@@ -105,7 +105,7 @@ def test_rows_of_a_request_follow_each_other(kernels):
 
 
 def test_the_kernels_noise_is_within_its_error():
-    """Where the GPU's logarithm is as wrong as it may be, upwards or downwards, at every scale."""
+    """The GPU's logarithm is as inexact as allowed, upwards or downwards, at every scale."""
     words = np.unique(np.geomspace(1, 2**32 - 1, 20_000).astype(np.uint32))
     words = np.concatenate([words, ~words])
     u = np.minimum((words.astype(np.float32) + np.float32(0.5)) / 2**32, 1 - 2.0**-24)

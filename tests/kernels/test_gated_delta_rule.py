@@ -1,4 +1,4 @@
-"""Every implementation of the gated delta rule against its equations, token by token in f64."""
+"""Every implementation of the gated delta rule, compared with its equations in f64."""
 
 import functools
 
@@ -71,7 +71,7 @@ def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(kernels):
 
 @pytest.mark.every_jax
 def test_what_is_pending_is_folded_before_a_chunk(kernels):
-    """A prompt of one token need not be told from a decoded one, and may begin with a step."""
+    """A prompt of one token may run like a decoded token, so a prompt may begin with a step."""
     serving = Serving(kernels, Streams.random(Sizes(), 3, 30))
     for counts, stands in ([1, 4, 3], [1, 4, 1]), ([4, 4, 4], [1, 2, 3]), ([4, 4, 1], [2, 4, 1]):
         serving.step(counts, stands)
@@ -83,7 +83,7 @@ def test_what_is_pending_is_folded_before_a_chunk(kernels):
 
 
 def test_no_other_slot_or_layer_is_read_or_written(kernels):
-    """Which shows when they are full of NaN, and when they are not."""
+    """The others are filled with NaN in one run, and with numbers in a second run."""
     streams = Streams.random(Sizes(), 2, 30)
     runs = [Serving(kernels, streams, slots=(3, 1), fill=fill) for fill in (np.nan, 7.0)]
     for serving in runs:
@@ -107,7 +107,7 @@ def test_no_other_slot_or_layer_is_read_or_written(kernels):
     ],
 )
 def test_kernels_round_little_more_than_the_reference(sizes, width, most):
-    """Whose outputs have errors of .0031 and 2e-7, and its states of 2e-7."""
+    """The reference has errors of .0031 (bf16) and 2e-7 (f32) in outputs, and 2e-7 in states."""
     sizes, prompt_width = SIZES[sizes]
     streams = Streams.random(sizes, 1, 100)
     serving = Serving("interpret", streams, sizes)
@@ -126,8 +126,10 @@ def test_kernels_round_little_more_than_the_reference(sizes, width, most):
 
 
 def test_a_wrong_count_of_pending_tokens_shows_and_only_where_it_is_wrong(kernels):
-    """Of the step before, of another row, of all rows or drafts, or cut to the convolution's; also
-    where a prompt came last, or was run as a step."""
+    """Wrong counts: of the step before, of another row, of all rows or drafts, and others.
+
+    A prompt may come last, or run as a step.
+    """
     serving = Serving(kernels, Streams.random(Sizes(), 6, 40), slots=(2, 0, 3))
     serving.prompt(5, 9, 2)
     serving.step([6, 6, 6], [1, 4, 2])
@@ -164,7 +166,10 @@ SCHEDULES = {
 
 
 def decode_token_by_token(kernels, streams, sizes, chunks):
-    """Outputs of all streams, and states f32[N, n, H_v, D_v, D_k] of the tokens before each."""
+    """Return the outputs of all streams, and the states before each token.
+
+    The states have the shape f32[N, n, H_v, D_v, D_k].
+    """
     out = np.zeros((*streams.x.shape[:2], *streams.truth[0].shape[2:]))
     states = np.zeros_like(streams.truth[1][:, 1:])
     num_rows = NUM_ROWS[kernels]
@@ -186,7 +191,7 @@ def decode_token_by_token(kernels, streams, sizes, chunks):
 @pytest.mark.parametrize("kernels", INTERPRETED_SLOWLY)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_random_schedules_have_the_bits_of_decoding_token_by_token(kernels, name):
-    """Slots change hands, rows are idle, prompts and steps are of any length."""
+    """Slots are reused, rows are sometimes idle, and prompts and steps have any length."""
     k, sizes = SCHEDULES[name]
     rng = np.random.default_rng(k)
     rows = NUM_ROWS[kernels]
@@ -233,7 +238,7 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(kernels, name
 
 
 def random_tokens(length=300, *, fastest=1.0, noise=None, least_beta=0.0, seed=0):
-    """Tokens of two heads, and a state; keys are alike but for `noise`, where that is given."""
+    """Return tokens of two heads, and a state. With `noise`, keys are nearly equal."""
     rng = np.random.default_rng(seed)
 
     def unit(z):
@@ -263,7 +268,7 @@ def recur_in_f64(s, tokens):
 
 @jax.jit
 def recur_by_scan(s, tokens):
-    """What steps do, in a form that can be differentiated."""
+    """Compute the steps by a scan, which can be differentiated."""
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
 
     def step(s, token):

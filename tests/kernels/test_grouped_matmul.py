@@ -1,4 +1,4 @@
-"""Every implementation of the grouped product against a loop over its rows in f64."""
+"""Every implementation of the grouped product, compared with a loop over rows in f64."""
 
 import re
 from functools import cache, partial
@@ -39,12 +39,12 @@ def compiled(kernels):
 
 @pytest.fixture
 def multiply(kernels):
-    """One implementation, compiled."""
+    """A compiled implementation."""
     return compiled(kernels)
 
 
 def arguments(group_sizes, dtype="float32", dims=(24, 40), seed=0):
-    """x, weights, group_sizes; NaN in every matrix that no row needs."""
+    """Return x, weights and group sizes. Matrices that no row needs are NaN."""
     rng = np.random.default_rng(seed)
     sizes = np.array(group_sizes, np.int32)
     x = rng.normal(size=(sizes.sum(), dims[0]))
@@ -69,7 +69,7 @@ def product_by_definition(x, weights, group_sizes):
     ],
 )
 def test_matches_the_definition(multiply, name, dtype):
-    """Nothing but the result is rounded to bf16."""
+    """With bf16, only the result is rounded."""
     inputs = arguments(CASES[name], dtype)
     out, expected = multiply(*inputs), product_by_definition(*inputs)
     assert out.dtype == dtype and out.shape == expected.shape
@@ -78,7 +78,7 @@ def test_matches_the_definition(multiply, name, dtype):
 
 
 def test_the_gradient_of_the_reference():
-    """Training a mixture runs it; by the definition in f64."""
+    """Training a mixture uses this gradient. It is compared with the definition in f64."""
     x, weights, sizes = arguments(CASES["gaps"])
     weights = np.nan_to_num(weights)
     loss_by = np.random.default_rng(1).normal(size=(len(x), weights.shape[2])).astype(np.float32)
@@ -100,7 +100,7 @@ def test_the_gradient_of_the_reference():
 
 @pytest.mark.every_jax
 def test_sums_of_bf16_are_f32(multiply):
-    """A term that bf16 sums would lose, 1 beside 512, is left where the large ones cancel."""
+    """The terms are 512, 1 and -512. A sum in bf16 would lose the 1."""
     x, weights, sizes = arguments(CASES["one-each"], "bfloat16")
     x[:], weights[:] = 0, 1
     x[:, [0, 9, 23]] = 512, 1, -512
@@ -110,7 +110,7 @@ def test_sums_of_bf16_are_f32(multiply):
 
 @pytest.mark.optimized
 def test_bits_do_not_depend_on_the_neighbours(multiply):
-    """A row's product is the same wherever it lies in its group, and whatever the others are."""
+    """A row's product does not depend on its place in the group, or on other rows."""
     x, weights, _ = arguments((24, 0, 0), seed=1)
     weights = np.nan_to_num(weights, nan=0.5)
 
@@ -127,8 +127,10 @@ def test_bits_do_not_depend_on_the_neighbours(multiply):
 @pytest.mark.every_jax
 @pytest.mark.parametrize("name", ["around-blocks", "gaps", "more-groups-than-rows"])
 def test_rows_come_from_and_go_to_where_they_are_told(multiply, name):
-    """Wherever the first row of the result lies among its block's. Sources repeat; what none
-    names is NaN."""
+    """The first row of the result may be anywhere in its block.
+
+    Sources may repeat. Rows that no source names are NaN.
+    """
     x, weights, sizes = arguments(CASES[name])
     for seed in range(3):
         rng = np.random.default_rng(seed)
@@ -155,8 +157,11 @@ def test_nan_in_a_row_stays_there(multiply):
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float8_e4m3fn", "uint8"])
 def test_experts_of_more_than_2_31_elements_have_addresses_of_64_bits(dtype):
-    """Those of DeepSeek-V3, as the kernel that Triton gets computes them: where an expert begins,
-    a product by its size, is found in 64 bits, and stays so when it is added to the pointer."""
+    """Experts of DeepSeek-V3: the kernel computes an expert's offset in 64 bits.
+
+    The offset, a number times the expert's size, also stays in 64 bits when it is added to the
+    pointer.
+    """
     depth, columns = 7168, 8192 if dtype == "uint8" else 4096
 
     def mxfp4(x, values, exponents, sizes):
@@ -184,7 +189,7 @@ def test_experts_of_more_than_2_31_elements_have_addresses_of_64_bits(dtype):
 
 
 def triton_text(function, *arrays):
-    """The kernel in Triton's own language, as jax hands it over for a GPU that is not there."""
+    """Return the kernel in Triton's language, as jax lowers it for a GPU that is not present."""
     args = [jax.ShapeDtypeStruct(*one) for one in arrays]
     device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)

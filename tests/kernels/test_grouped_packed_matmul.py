@@ -1,4 +1,4 @@
-"""Every implementation of the grouped product with 4-bit numbers, by the definition in f64."""
+"""Every implementation of the grouped product with 4-bit numbers, compared with f64."""
 
 from functools import partial
 
@@ -39,8 +39,10 @@ CASES = [
 
 
 def arguments(kind, name, dtype):
-    """x, arrays of the matrices, sizes, and the matrices f64[G, O, I]. No scale of a group without
-    rows is a number."""
+    """Return x, the arrays of the matrices, group sizes, and the matrices f64[G, O, I].
+
+    Scales of groups without rows are NaN.
+    """
     (form, has_zeros), (sizes, (depth, columns)) = FORMS[kind], SIZES[name]
     rng, count = np.random.default_rng(0), len(sizes)
     codes = rng.integers(0, 16, (count, columns, depth)).astype(np.uint8)
@@ -65,7 +67,7 @@ def arguments(kind, name, dtype):
 
 @pytest.mark.parametrize("kind, name, dtype", CASES)
 def test_matches_the_definition(kernels, kind, name, dtype):
-    """With rows from and to any places, and as they are."""
+    """Rows are gathered and scattered in one call, and contiguous in another."""
     x, arrays, sizes, matrices = arguments(kind, name, dtype)
     given = [None if one is None else jnp.array(one) for one in arrays]
     run = partial(grouped_packed_matmul, form=FORMS[kind][0], kernels=kernels)

@@ -1,7 +1,7 @@
-"""Every implementation of products with several 8-bit matrices, by the definition in f64.
+"""Every implementation of products with several 8-bit matrices, compared with f64.
 
-Rows choose their matrices in `grouped_scaled_matmul`, and have all of them in
-`batched_scaled_matmul`.
+In `grouped_scaled_matmul`, each row has one matrix. In `batched_scaled_matmul`, each row is
+multiplied by all matrices.
 """
 
 from functools import partial
@@ -26,7 +26,7 @@ CASES = {
 
 
 def arguments(name, dtype, kind="float8_e4m3fn"):
-    """x, values and scales; NaN among the scales of groups without rows."""
+    """Return x, values and scales. Scales of groups without rows are NaN."""
     sizes, (depth, columns), block = CASES[name]
     rng, num_groups = np.random.default_rng(0), len(sizes)
     values = rng.integers(0, 127, (num_groups, columns, depth)).astype(np.uint8)
@@ -55,7 +55,7 @@ def by_definition(x, values, scales, sizes, block):
     ],
 )
 def test_matches_the_definition(kernels, name, dtype, kind):
-    """With rows from and to any places, and as they are."""
+    """Rows are gathered and scattered in one call, and contiguous in another."""
     x, values, scales, sizes, block = arguments(name, dtype, getattr(ml_dtypes, kind, kind))
     given = [*map(jnp.array, (values, scales, sizes))]
     options = {"block": block, "kernels": kernels}

@@ -1,7 +1,7 @@
-"""Attention over latents, every implementation against the plain form of the published equation.
+"""Every implementation of attention over latents, compared with the published equation.
 
-The oracle has keys and values of every head, as up-projections of the latents make them, in f64; so
-it is also the proof that the absorbed form is the same.
+The oracle computes keys and values of every head from the latents, in f64. So it also shows that
+the absorbed form, which does not compute them, is equivalent.
 """
 
 import functools
@@ -42,7 +42,10 @@ IMPLEMENTATIONS = {
 
 @functools.cache
 def made(name):
-    """(q_nope, q_rotated, W_uk, W_uv, pool, page_table, positions); NaN where no row may look."""
+    """Return q_nope, q_rotated, W_uk, W_uv, pool, page_table and positions.
+
+    Entries that no row may read are NaN.
+    """
     case, num_heads = CASES[name]
     rng = np.random.default_rng(len(name))
     pool, table, positions = paged(case, rng, RANK + ROTATED)
@@ -59,7 +62,7 @@ def made(name):
 
 
 def attention_by_definition(q_nope, q_rotated, key_up, value_up, pool, table, positions):
-    """The plain form, one row and head at a time."""
+    """Compute attention with keys and values of heads, one row and head at a time."""
     out = np.zeros((*q_nope.shape[:3], VALUE))
     for b, t in np.argwhere(positions >= 0):
         places = np.arange(positions[b, t] + 1)
@@ -112,7 +115,10 @@ def test_bf16_and_bits_that_do_not_depend_on_other_requests(implementation):
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 @pytest.mark.parametrize("case", ["chunk", "blocks"])
 def test_the_plain_form_of_chunks(case, kernels):
-    """Keys and values of heads, of the context in blocks; one request ends before."""
+    """Keys and values of heads are computed block by block.
+
+    One request ends before the last block.
+    """
     nope, rotated, key_up, value_up, pool, table, positions = made(case)
     rows = CachedRows(positions.reshape(-1), table, folds=True, kernels=kernels)
     up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Every implementation of the product with 4-bit numbers, by the definition in float64."""
+"""Every implementation of the product with 4-bit numbers, compared with float64."""
 
 from functools import partial
 
@@ -26,7 +26,10 @@ FLOATS = 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6
 
 
 def arguments(shape, form, has_zeros, dtype="float32"):
-    """x, codes u8[O, I] of all kinds, scales (float8 of floats), zero points, factors of floats."""
+    """Return x, codes u8[O, I], scales, zero points and, for FP4, factors.
+
+    Scales of FP4 are float8.
+    """
     rng, (rows, depth, columns) = np.random.default_rng(0), shape
     x = rng.normal(size=(rows, depth)).astype(jnp.dtype(dtype))
     codes = rng.integers(0, 16, (columns, depth)).astype(np.uint8)
@@ -72,7 +75,7 @@ def test_matches_the_definition(kernels, name, dtype):
 
 @pytest.mark.parametrize("num_splits", [1, 3, 4])
 def test_other_tiles(num_splits):
-    """Parts of the depth that end between tiles, and one that is empty."""
+    """Some splits of the depth end inside a tile, and one split is empty."""
     form, config = FourBits(128), ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2)
     x, codes, *others = arguments((20, 600, 150), form, True, "bfloat16")
     given = x, form.pack(jnp.asarray(codes)), *others, form

@@ -1,4 +1,4 @@
-"""Pools of 8-bit numbers: what is written, and attention, against numpy in f64."""
+"""Pools of 8-bit numbers: written values, and attention, compared with f64."""
 
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,7 @@ POOLS = FP8.dtype, INT8.dtype
 
 
 def test_numbers_are_rounded_to_the_nearest_and_never_overflow():
-    """To every number of fp8, and half-way between two of them; twice the scale is half of it."""
+    """Inputs are all fp8 numbers and their midpoints. Twice the scale gives half the number."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     numbers = np.unique(numbers[np.isfinite(numbers)])
     between = (numbers[1:] + numbers[:-1]) / 2
@@ -59,7 +59,7 @@ def test_numbers_are_rounded_to_the_nearest_and_never_overflow():
 
 
 def written(pool, kernels, dtype):
-    """What rope_write makes of a chunk and a round: q, and the pools before and after."""
+    """Run rope_write for a chunk and a round; return q, and the pools before and after."""
     rng = np.random.default_rng(1)
     num_heads, num_kv_heads, dim, half = 4, 2, 32, 8
     width = (num_heads + 2 * num_kv_heads) * dim
@@ -92,7 +92,7 @@ def written(pool, kernels, dtype):
 @pytest.mark.every_jax
 @pytest.mark.parametrize("pool", POOLS)
 def test_writes_are_what_a_plain_pool_gets_rounded_once(pool, kernels):
-    """Only where a plain pool is written; queries are the same."""
+    """The same entries are written as in a plain pool, and queries are equal."""
     (q, plain, _), (kv, given), (same, stored, scales) = written(pool, kernels, "bfloat16")
     np.testing.assert_array_equal(q, same)
     assert stored.dtype == pool and q.dtype == jnp.bfloat16
@@ -126,7 +126,7 @@ SHAPES = {
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_matches_the_equation(name, pool, kernels):
-    """Of the dequantised pool. NaN, or scales that are, stand wherever no row may look."""
+    """The oracle reads the dequantised pool. Entries and scales that no row may read are NaN."""
     case = replace(SHAPES[name], dtype="bfloat16", pool=pool)
     inputs, chosen = arguments(case), options(case)
     out = np.asarray(compiled(kernels)(*inputs, **chosen), np.float64)
@@ -138,7 +138,7 @@ def test_attention_matches_the_equation(name, pool, kernels):
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_attention_over_latents_matches_the_equation(pool, kernels):
-    """Latents and rotated parts have scales of their own."""
+    """Latents and rotated parts have separate scales."""
     rank, rotated, scale = 64, 16, 0.2
     case = Case((5, 31, 120, 0), (4, 2, 4, 0), 4)
     rng = np.random.default_rng(0)
@@ -172,7 +172,7 @@ def test_gpus_without_the_conversion_are_named():
 
 @pytest.mark.parametrize("name, problem", [("int8", "float32: int8"), ("fp8", "float8_e4m3fn")])
 def test_an_8_bit_pool_runs_where_the_kernel_lacks_it(name, problem, checker, caplog):
-    """By plain JAX and with a line in the log, or not at all if the kernel is named."""
+    """Plain JAX runs, with a log line. If the kernel was requested by name, it is an error."""
     case = replace(SHAPES["rows1"], pool=PAGE_FORMATS[name].dtype)  # with queries in float32
     inputs, chosen = arguments(case), options(case)
     _log_once.cache_clear()
@@ -187,7 +187,7 @@ def test_an_8_bit_pool_runs_where_the_kernel_lacks_it(name, problem, checker, ca
 
 @pytest.mark.parametrize("pool", POOLS)
 def test_prompts_read_latents_times_their_scales(pool):
-    """In the plain form of attention, whose result is that of a pool of the products."""
+    """Attention over keys and values of heads gives the result of a dequantised pool."""
     rank, rotated, num_heads = 64, 16, 2
     case, rng = Case((0, 40), (24, 17), 24), np.random.default_rng(0)
     entries, table, positions = paged(case, rng, rank + rotated)

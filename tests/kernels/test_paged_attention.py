@@ -1,4 +1,4 @@
-"""Every implementation of paged attention against its equation, evaluated in numpy in f64."""
+"""Every implementation of paged attention, compared with its equation in f64."""
 
 import json
 from dataclasses import replace
@@ -71,7 +71,7 @@ ON_EVERY_JAX = "verify", "window-of-one", "window-chunk-soft-cap"
     params=["reference", "interpret", pytest.param("triton", marks=pytest.mark.gpu)],
 )
 def attend(request):
-    """One implementation, compiled."""
+    """A compiled implementation."""
     return compiled(request.param)
 
 
@@ -115,7 +115,7 @@ def test_any_tiles_match_the_equation(config):
     "case", [VERIFY, replace(VERIFY_FEW, dtype="bfloat16")], ids=["float32", "bfloat16"]
 )
 def test_padding_rows_are_exactly_zero(attend, case):
-    """Of requests with rows, of idle ones, and where all are."""
+    """Padding rows of busy requests, of idle requests, and a batch of only padding rows."""
     *inputs, positions = arguments(case)
     for at in positions, np.full_like(positions, -1):
         out = np.asarray(attend(*inputs, at))
@@ -143,7 +143,7 @@ def test_auto_takes_what_the_kernel_does_not(case, rounding):
 
 @pytest.mark.parametrize("pool", [None, FP8, "int8"])
 def test_bf16_is_better_than_plain_bf16(attend, pool):
-    """Whose products and weights are rounded as well, for an error of .0029."""
+    """Plain bf16, which also rounds products and weights, has an error of .0029."""
     case = replace(VERIFY_FEW, dtype="bfloat16", pool=pool)
     inputs, chosen = arguments(case), options(case)
     expected = attention_by_definition(*inputs, **chosen)
@@ -153,9 +153,10 @@ def test_bf16_is_better_than_plain_bf16(attend, pool):
 
 @pytest.mark.parametrize("start, count", [(28, 4), (316, 4), (70, 3)])
 def test_rows_past_the_pages_and_pages_that_are_shared(attend, start, count):
-    """Drafts may stand past the 32 tokens that a request has pages for, where their rows are not
-    used but must be finite; or past the whole table's 320. Where all is inside, all see the same
-    pages."""
+    """Drafts may lie past a request's pages (32 tokens), or past the page table (320 tokens).
+
+    Their rows are not used, but must be finite. In a third case, all requests share pages.
+    """
     batch = len(VERIFY.starts)
     case = replace(VERIFY, starts=(start,) * batch, counts=(count,) * batch)
     q, kv, layer, page_table, positions = arguments(case)
@@ -170,8 +171,10 @@ def test_rows_past_the_pages_and_pages_that_are_shared(attend, start, count):
 @pytest.mark.optimized
 @pytest.mark.parametrize("num_rows, dtype", [(1, "bfloat16"), (8, "float32"), (8, "bfloat16")])
 def test_bits_depend_on_neither_neighbours_nor_other_rows(attend, num_rows, dtype):
-    """The same request beside short, long and idle ones, in any place of the batch; and a token
-    wherever it stands in its rows, and whatever stands behind it."""
+    """A request's bits do not depend on its place in the batch, or on other requests.
+
+    A token's bits do not depend on its row, or on later rows.
+    """
     long = Case((70, 300, 290, 5), (num_rows,) * 4, num_rows, dtype=dtype)
     q, kv, layer, page_table, positions = arguments(long)
 
@@ -200,7 +203,7 @@ HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
 
 @pytest.mark.parametrize("model", HEADS)
 def test_no_tiles_were_faster_for_a_full_batch(model):
-    """Of those that were measured on a GPU."""
+    """Of the tile sizes measured on a GPU, none is faster than the chosen one."""
     lines = map(json.loads, RESULTS.read_text().splitlines())
     times = {
         line["config"].partition("(")[2]: line["device_us"]

@@ -1,6 +1,6 @@
-"""Kernels give the same bits in any order of their programs, and leave no race between threads.
+"""Kernels give the same bits in any order of programs, and have no races between threads.
 
-A kernel is covered by a line of `OPERATIONS`; one without it is found by its name.
+Each kernel must have an entry in `OPERATIONS`.
 """
 
 import ast
@@ -33,7 +33,7 @@ FOLDERS = sorted(path.parent for path in PACKAGE.glob("*/reference.py"))
 
 
 def kernels_of(folder: Path) -> list[str]:
-    """The functions in a folder that are launched."""
+    """Return the names of all kernel functions in a folder."""
     trees = [ast.parse(path.read_text()) for path in folder.rglob("*.py")]
     functions = [
         one for tree in trees for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)
@@ -60,7 +60,7 @@ def test_any_order_gives_the_same_bits_and_no_race(folder, checker):
 
 
 def edit_kernels(found, instead, patch):
-    """From now on the text of kernels has something else in place of what is found."""
+    """Replace a pattern in the text of all kernels from now on."""
     plain = triton_call.triton_source
 
     def edited(*args, **kwargs):
@@ -98,7 +98,7 @@ def test_a_fault_in_a_kernel_is_found(name, plant, sentence, checker, monkeypatc
 
 @pytest.fixture
 def permuted(monkeypatch):
-    """Interpreted grids run in another order: kernels see another program's place. Holds sizes."""
+    """Run interpreted programs in another order, as if each had another place. Yield grid sizes."""
     call, program_id, grids = pl.pallas_call, pl.program_id, []
 
     def pallas_call(kernel, *, grid, **options):
@@ -134,7 +134,7 @@ def test_interpreted_in_another_order_all_bits_are_the_same(name, request):
 
 
 def nan_rows(*shape):
-    """All NaN, of both signs; NaN but for one number; numbers but for one NaN."""
+    """Return four rows: NaN, -NaN, NaN except for one number, and numbers except for one NaN."""
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(4, *shape)).astype(np.float32)
     logits[0], logits[1], logits[2, :-1], logits[3, 0] = np.nan, -np.nan, np.nan, np.nan
@@ -144,7 +144,7 @@ def nan_rows(*shape):
 @pytest.mark.parametrize("rest", [1, 5, 31, 32, 33, 4095])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_with_nan_have_no_token(rest, temperature, checker):
-    """Also where the maximum of a tile, which ignores NaN, is that of the lanes past the end."""
+    """A tile's maximum ignores NaN, so it may be the value of lanes past the end of the row."""
     vocab_size, index = 4096 + rest, np.arange(4, dtype=np.int32)
     logits = nan_rows(vocab_size)
     temperatures, seeds = np.full(4, temperature, np.float32), index.astype(np.uint32)
@@ -156,7 +156,7 @@ def test_rows_with_nan_have_no_token(rest, temperature, checker):
 @pytest.mark.parametrize("num_numbers", [1, 400, 899])  # more or fewer NaN than candidates fit
 @pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (1, 1.0), (40, 0.9)])
 def test_truncation_of_nan_makes_up_no_logit(top_k, top_p, num_numbers, checker):
-    """Above all, no token comes back that was excluded before, as the first one is here."""
+    """In particular, excluded tokens, like the first one here, must not come back."""
     logits = nan_rows(900)
     logits[2:, :num_numbers], logits[2:, num_numbers:] = logits[3, 1:][:num_numbers], np.nan
     logits[:, 0], ones = -np.inf, np.ones(4, np.float32)

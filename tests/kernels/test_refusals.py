@@ -1,4 +1,4 @@
-"""What every operation says of arguments that it does not take, by name; nothing is run."""
+"""Errors of every operation for arguments that it refuses, without running it."""
 
 import contextlib
 from functools import partial
@@ -147,7 +147,7 @@ INTEGERS = {
 
 
 def traced(operation: str, changed: dict[str, Any], **options: Any) -> Any:
-    """Trace the operation with some arguments changed; a string is a dtype."""
+    """Trace the operation with some changed arguments. A string changes only the dtype."""
     function, fitting = OPERATIONS[operation]
     arrays = {}
     for name, value in (fitting | changed).items():
@@ -310,7 +310,7 @@ BAD: dict[str, dict[str, list[dict[str, Any]]]] = {
 
 
 def of_heads(sizes):
-    """Arguments of the gated delta rule with other sizes of heads."""
+    """Return arguments of the gated delta rule for these sizes."""
     heads = sizes.heads
     return {
         "x": jax.ShapeDtypeStruct((2, 3, heads.inputs), sizes.dtype),
@@ -321,7 +321,7 @@ def of_heads(sizes):
 
 
 def of_dim(dim):
-    """Arguments of rope_write with heads of another width."""
+    """Return arguments of rope_write for heads of width `dim`."""
     norms = dict.fromkeys(("q_norm", "k_norm"), (dim,))
     wide = {"qkv": (2, 3, 8 * dim), "bias": (8 * dim,), "cos": (2, 3, dim // 2)}
     return {**wide, **norms, "kv": (2, 8, 16, 2, 2, dim)}
@@ -401,7 +401,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
     ],
 )
 def test_what_is_not_taken_is_named(operation, message, changed, error):
-    """By anything, or by a kernel though the reference takes it."""
+    """Some arguments are refused by all implementations, others only by a kernel."""
     with pytest.raises(error, match=message if error is UnsupportedError else f"^{message}"):
         traced(operation, changed, kernels="interpret")
 
@@ -411,7 +411,7 @@ SMALL_TILES = {"values": 2}, {"folds": True, "chunk_values": 2}, {"norm_heads": 
 
 @pytest.mark.parametrize("small", SMALL_TILES, ids=label)
 def test_a_tile_smaller_than_its_threads_is_never_run(small, monkeypatch):
-    """Several threads would have copies of an element, and one might read what another wrote."""
+    """Several threads would have copies of an element, and one could read another's write."""
     sizes = of_heads(Sizes()) | {"folds": small.get("folds", False)}
     tuning = DeltaRuleTuning(**{name: value for name, value in small.items() if name != "folds"})
     for config in tuning, DeltaRuleTuning():

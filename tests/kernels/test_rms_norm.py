@@ -1,4 +1,4 @@
-"""Every implementation of the residual sum with its norm against its equation in f64."""
+"""Every implementation of the residual sum and its norm, compared with the equation in f64."""
 
 import functools
 

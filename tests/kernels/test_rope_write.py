@@ -1,4 +1,4 @@
-"""Every implementation of the rotation and page write against a loop over rows and heads in f64."""
+"""Every implementation of rotation and page write, compared with a loop in f64."""
 
 from dataclasses import dataclass, replace
 
@@ -21,7 +21,7 @@ compiled = jax.jit(
 
 @dataclass(frozen=True)
 class Case:
-    """Requests' rows, and what the heads of a model are like."""
+    """The rows of requests, and the heads of a model."""
 
     starts: tuple[int, ...] = (0, 15, 31, 17)
     counts: tuple[int, ...] = (3, 2, 1, 3)
@@ -39,7 +39,7 @@ class Case:
     unassigned: tuple[tuple[int, int], ...] = ()
 
     def arguments(self, seed=0):
-        """What rope_write takes, by position; the pool is full of numbers."""
+        """Return the arguments of rope_write by position. The pool is full of numbers."""
         rng = np.random.default_rng(seed)
         batch, dtype = len(self.starts), jnp.dtype(self.dtype)
         kv = rng.normal(
@@ -72,7 +72,7 @@ class Case:
         )
 
     def run(self, kernels, arguments, **options):
-        """One implementation, compiled."""
+        """Run a compiled implementation."""
         return compiled(
             *arguments,
             num_heads=self.num_heads,
@@ -83,7 +83,7 @@ class Case:
         )
 
     def by_definition(self, qkv, weights, angles, kv, layer, table, positions):
-        """The equation: q [B, T, H, D], the pool, and which of its entries are written."""
+        """Return q [B, T, H, D], the pool, and which of its entries are written."""
         as_f64 = (None if x is None else np.asarray(x, np.float64) for x in (qkv, *weights))
         x, bias, q_norm, k_norm = as_f64
         x = x if bias is None else x + bias
@@ -110,7 +110,7 @@ class Case:
 
 
 def check(case, kernels):
-    """Compare with the equation; return how many entries of the pool are written."""
+    """Compare with the definition; return the number of written entries."""
     arguments = case.arguments()
     q, kv, _ = case.run(kernels, arguments)
     wanted_q, pool, is_written = case.by_definition(*arguments)
@@ -150,7 +150,7 @@ def test_matches_the_equation(case, kernels):
 
 
 def test_what_writes_nothing(kernels):
-    """A page that is not assigned, positions past the table, and a step without rows."""
+    """Cases: an unassigned page, positions past the table, and a step without rows."""
     case = replace(PLAIN, starts=(14, 78, 200, 8), counts=(3, 3, 3, 0), unassigned=((0, 1),))
     # Positions 14, 15 of the first and 78, 79 of the second.
     assert check(case, kernels) == 4

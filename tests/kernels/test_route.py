@@ -1,4 +1,4 @@
-"""Every implementation of the choice of experts against stable sorts in f64."""
+"""Every implementation of the choice of experts, compared with stable sorts in f64."""
 
 import functools
 import logging
@@ -61,12 +61,12 @@ def compiled(kernels, num_chosen, rule):
 
 @pytest.fixture
 def run(kernels):
-    """One implementation, compiled for a case, of its arguments."""
+    """Return a function that runs a compiled implementation for a case."""
     return lambda case, *given: compiled(kernels, case.chosen, case.rule)(*given)
 
 
 def weighted(logits, experts, rule):
-    """Weights of the experts in f64."""
+    """Return the weights of the chosen experts in f64."""
     x = np.asarray(logits, np.float64)
     scores = 1 / (1 + np.exp(-x))
     if not rule.is_sigmoid:
@@ -90,7 +90,7 @@ def chosen_by_definition(logits, num_chosen, rule, correction):
 
 
 def check_places(routes, num_experts, num_chosen):
-    """Entries are sorted, by a stable sort, by the experts that the routes name."""
+    """Check that entries are sorted by expert, in a stable order."""
     entries = np.asarray(routes.experts).reshape(-1)
     order = np.argsort(entries, kind="stable")
     np.testing.assert_array_equal(routes.order, order)
@@ -118,7 +118,7 @@ def test_matches_the_definition(run, name):
 
 @pytest.mark.parametrize("name", ["all-experts", "sigmoid", "not-normalised"])
 def test_places_are_valid_whatever_the_logits(run, name):
-    """Each row has experts of its own, so that nothing is read or written elsewhere."""
+    """Each row has different experts, even for NaN, so that no place outside is read or written."""
     case = CASES[name]
     logits, correction, is_padding = case.arguments()
     logits[0], logits[1, ::2], logits[2] = np.nan, np.inf, -np.inf
@@ -134,7 +134,7 @@ def test_places_are_valid_whatever_the_logits(run, name):
 @pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", ["auto", "interpret"])
 def test_many_rows_and_groups_are_plain_jax_without_a_word(kernels, monkeypatch, caplog):
-    """A prompt's chunk is nothing to warn of, nor an error."""
+    """The chunks of prompts always use plain JAX, so there is no warning and no error."""
     monkeypatch.setattr(dispatch, "why_not", lambda name: None)
     logits = Case(128, 128, 4).arguments()[0]
     assert fits(64, 128, 8, Rule()) and fits(16, 512, 10, Rule())

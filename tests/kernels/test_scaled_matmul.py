@@ -1,4 +1,4 @@
-"""Every implementation of the product with 8-bit numbers and scales, by the definition in f64."""
+"""Every implementation of the product with 8-bit numbers and scales, compared with f64."""
 
 from functools import partial
 
@@ -25,7 +25,10 @@ CASES = {
 
 
 def arguments(shape, block, dtype="float32", seed=0):
-    """x; values of all kinds but NaN, subnormal ones and the largest among them; scales."""
+    """Return x, values and scales.
+
+    The values include subnormal ones and the largest, but no NaN.
+    """
     rng, (rows, depth, columns) = np.random.default_rng(seed), shape
     bits = rng.integers(0, 255, (columns, depth)).astype(np.uint8)
     bits[bits == 127] = 1
@@ -71,7 +74,7 @@ def test_integers_in_groups(kernels, dtype):
 
 @pytest.mark.parametrize("num_splits, unroll", [(1, 1), (1, 2), (3, 1), (2, 2)])
 def test_other_tiles(num_splits, unroll):
-    """Parts of the depth that end between tiles, and one that is empty."""
+    """Some splits of the depth end inside a tile, and one split is empty."""
     shape, block = (20, 600, 150), (64, 128)
     config = ScaledMatmulTuning(16, 32, 128, num_splits, 4, 2, unroll)
     given = arguments(shape, block, "bfloat16")

@@ -1,6 +1,6 @@
-"""Kernels as the text of Triton functions, run program by program in numpy, against the equations.
+"""Kernels as text of Triton functions, run in NumPy and compared with their equations.
 
-What Triton's own compiler makes of the text is in `tests/inspect/test_jax_triton.py`.
+tests/inspect/test_jax_triton.py compiles the text with Triton.
 """
 
 import jax
@@ -51,7 +51,7 @@ def test_a_grid_that_is_too_wide_becomes_one_axis(checker, monkeypatch):
 
 
 def source_of(kernel, shape):
-    """The text of a kernel of one array, which need not exist."""
+    """Return the text of a kernel of one array, which is only described by its shape."""
     ref = jax.ShapeDtypeStruct(shape, jnp.int8)
     call = pl.pallas_call(kernel, out_shape=ref, grid=(1,), in_specs=[pl.no_block_spec],
                           out_specs=pl.no_block_spec, interpret=True)  # fmt: skip

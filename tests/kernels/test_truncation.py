@@ -1,4 +1,4 @@
-"""Every implementation of the truncations against sorts in float64."""
+"""Every implementation of truncation, compared with sorts in float64."""
 
 import functools
 
@@ -13,7 +13,7 @@ SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compil
 
 
 def in_small_blocks(logits, *params):
-    """The kernels with tiles and candidates that rows of 200 do not fit in."""
+    """Run the kernels with tiles and buffers that are smaller than rows of 200 logits."""
     config = TruncationTuning(64, 16, mask_columns=32, tile_room=16, few=8, many=32)
     return truncate_triton(logits, *params, config=config, interpret=True)
 
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = {
 
 
 def made(name):
-    """One implementation, compiled, at temperature 1."""
+    """Return a compiled implementation, at temperature 1."""
     compiled = jax.jit(IMPLEMENTATIONS[name])
 
     def run(logits, *asked):
@@ -47,7 +47,7 @@ def run(request):
 
 
 def kept_by_sorting(logits, top_k, top_p, min_p, slack=0.0):
-    """Which logits of one row stay; `slack` of either sign moves the thresholds of top_p, min_p."""
+    """Return which logits of a row are kept. `slack` moves the thresholds of top_p and min_p."""
     with np.errstate(divide="ignore"):
         floor = logits.max() + np.log(np.float64(min_p)) - slack
     kept = ((logits >= floor) | (logits == logits.max())) & (logits > -np.inf)
@@ -62,7 +62,7 @@ def kept_by_sorting(logits, top_k, top_p, min_p, slack=0.0):
 
 
 def check(run, logits, top_k, top_p, min_p, slack=0.0):
-    """Compare rows with what a sort keeps, within `slack` of the thresholds."""
+    """Compare each row with a sort. Logits within `slack` of a threshold may differ."""
     top_k, top_p = np.array(top_k, np.int32), np.array(top_p, np.float32)
     min_p = np.array(min_p, np.float32)
     out = run(logits, top_k, top_p, min_p)
@@ -75,7 +75,7 @@ def check(run, logits, top_k, top_p, min_p, slack=0.0):
 
 
 def adversarial_rows(rng, vocab_size):
-    """Equal, tied, infinite, tiny and huge logits."""
+    """Return rows of equal, tied, infinite, tiny and huge logits."""
     normal = rng.normal(size=vocab_size)
     is_out = rng.random(vocab_size) < 0.5
     is_out[0] = False
@@ -98,7 +98,7 @@ def adversarial_rows(rng, vocab_size):
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 200, "longest"])
 def test_random_and_adversarial_rows(run, vocab_size):
-    """A slack of 1e-5 stands for the rounding of a sum of so many probabilities."""
+    """A slack of 1e-5 allows for the rounding of a sum of many probabilities."""
     # With many rows, the kernel takes blocks that are shorter than the longest vocabulary.
     vocab_size, repeats = (run.longest, 8) if vocab_size == "longest" else (vocab_size, 12)
     rng = np.random.default_rng(vocab_size)
@@ -121,7 +121,7 @@ def test_random_and_adversarial_rows(run, vocab_size):
 
 @pytest.mark.every_jax
 def test_each_works_on_what_the_ones_before_left(run):
-    """Probabilities .4 .3 .2 .1, where every other order keeps another set."""
+    """With probabilities .4 .3 .2 .1, any other order of truncations keeps another set."""
     logits = np.log(np.float32([[0.1, 0.4, 0.2, 0.3]] * 5))
     top_k, top_p = [2, 3, 2, 0, 2], [0.55, 0.75, 0.5, 0.7, 0.58]
     min_p = [0.0, 0.0, 0.0, 0.4, 0.6]
@@ -133,14 +133,14 @@ def test_each_works_on_what_the_ones_before_left(run):
 
 @pytest.mark.every_jax
 def test_ties_fill_the_room_for_candidates(run):
-    """More equal logits than fit, at the threshold of each kind."""
+    """More equal logits than fit in the buffer are at each kind of threshold."""
     rows = np.float32([[5.0] + [1.0] * 150 + [0.0] * 49] * 3)
     out = check(run, rows, [2, 0, 160], [1, 0.9, 0.99], [0, 0, 0], slack=1e-5)
     assert (out > -np.inf).sum(axis=1).tolist() == [151, 151, 200]
 
 
 def test_candidates_fill_their_room(run):
-    """As many as fit, the largest of them the last."""
+    """The candidates just fit in the buffer. The largest of them are last."""
     rows = np.full((1, 200), -20, np.float32)
     rows[0, -32:] = np.linspace(0, 3, 32)
     out = check(run, rows, [32], [0.3], [0])
@@ -161,7 +161,7 @@ CANDIDATES = {  # their number in each of six tiles
 
 @pytest.mark.parametrize("number", CANDIDATES.values(), ids=CANDIDATES)
 def test_any_number_of_candidates_is_cut_alike(number):
-    """min_p alone bounds them, as it applies before top_p; the others cut in their midst."""
+    """Candidates are limited only by min_p. Thresholds of top_k and top_p are among them."""
     rng, rows = np.random.default_rng(7), np.full((4, len(number), 8192), -20, np.float32)
     for tile, count in enumerate(number):
         at = rng.permutation(8192)[:count]
@@ -173,7 +173,7 @@ def test_any_number_of_candidates_is_cut_alike(number):
 
 
 def test_rows_whose_maxima_do_not_reach_top_p():
-    """Of normal logits, and of equal ones, of which all stay."""
+    """Rows are normal logits, and equal logits, of which all are kept."""
     top_p = np.repeat(np.float32([0.9, 0.95, 0.999, 1 - 2**-20]), 2)
     rows = np.random.default_rng(8).normal(size=(8, 20_000)) * np.resize([0.5, 2], 8)[:, None]
     rows = np.concatenate([rows, np.full((3, 20_000), -3)]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""`LLM.chat` returns messages, and refuses what cannot be read before any work; simulated."""
+"""`LLM.chat` returns messages, and refuses invalid input before any work; simulated."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def build(checkpoints, **config) -> LLM:
 
 @pytest.fixture(scope="module")
 def llm(checkpoints):
-    """With drafts: most steps add several tokens."""
+    """An LLM with drafts, so that most steps add several tokens."""
     with build(checkpoints, response_template=OWN) as llm:
         yield llm
 
@@ -120,7 +120,7 @@ def test_variables_of_the_template(llm):
 
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_calls_are_forced(llm, choice):
-    """The engine accepts what the model says only if the grammar allows it."""
+    """The simulated model always says the same text; the engine accepts only a valid call."""
     text = '{"name": "f", "parameters": {"a": 12}}'
     options = {"tools": TOOLS, "tool_choice": choice, "response_template": "llama3"}
     assert message(llm, text, **options).tool_calls == MESSAGE.tool_calls

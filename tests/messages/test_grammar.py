@@ -1,4 +1,4 @@
-"""Grammars that force calls: whatever they allow, the parser reads as calls that fit the tools."""
+"""Everything that a grammar for forced calls allows is parsed as calls that fit the tools."""
 
 import json
 import random
@@ -61,7 +61,7 @@ def matcher(tokenizer, compiler, name, choice, *, is_reasoning=False):
 
 
 def walk(state, rng):
-    """Tokens drawn from the masks until the end."""
+    """Return random allowed tokens, up to the end."""
     tokens = []
     while not state.is_finished:
         (mask,) = state.masks(())
@@ -89,7 +89,7 @@ def test_what_a_grammar_allows_is_read_as_calls(tokenizer, compiler, name):
 
 
 def test_models_own_writing_is_allowed(tokenizer, compiler):
-    """Texts of other sources pass the grammar, with any reasoning before."""
+    """Published responses pass the grammar, with any reasoning before the calls."""
     tools = [{"name": n, "parameters": {"type": "object"}} for n in ("f", "g")]
     choice = read_tool_choice(tools, "required", True)
     passed = set()
@@ -125,7 +125,7 @@ def test_reasoning_ends_before_calls(tokenizer, compiler, name, text):
 
 @pytest.mark.parametrize("name", [name for name in FORMS if FORMATS[name].form.is_free])
 def test_strict_calls_amid_text(tokenizer, compiler, name):
-    """Any text may come; where a call begins, only calls that fit the tools may follow."""
+    """Any text is allowed; but where a call begins, only calls that fit the tools may follow."""
     rng, form = random.Random(name), FORMATS[name].form
     choice = read_tool_choice(
         [{"function": tool["function"] | {"strict": True}} for tool in TOOLS], "auto", True
@@ -153,7 +153,7 @@ def test_strict_calls_amid_text(tokenizer, compiler, name):
 
 
 def until_end(state, rng):
-    """Tokens drawn from the masks until the output may end."""
+    """Return random allowed tokens, until the output may end."""
     tokens = []
     while True:
         (mask,) = state.masks(())

@@ -1,4 +1,4 @@
-"""Responses become messages: as transformers reads them, and however their text is split."""
+"""Responses are parsed as in transformers, however their text is split."""
 
 import json
 import random
@@ -25,7 +25,7 @@ def read(template, chunks, **options):
 
 
 def splits(text, num_random=8):
-    """The text in two parts, at every place; in parts of one size; and at random places."""
+    """Yield the text in two parts, in parts of equal size, and split at random places."""
     yield from ((text[:i], text[i:]) for i in range(len(text)))
     yield from ([text[i : i + n] for i in range(0, len(text), n)] for n in (1, 2, 3, 5, 8, 13))
     rng = random.Random(text)
@@ -35,7 +35,7 @@ def splits(text, num_random=8):
 
 
 def as_transformers(name, text, tools=None):
-    """What transformers' parser gives, in the form of our messages."""
+    """Return the result of transformers' parser, in the form of our messages."""
     found = parse_response(text, dict(FORMATS[name].template), prefix="", tools=tools)
     calls = found.get("tool_calls", [])
     calls = [one["function"] for one in (calls if isinstance(calls, list) else [calls])]
@@ -60,7 +60,7 @@ def test_formats(name, text, message):
 
 @pytest.mark.parametrize("name, text, message", CASES)
 def test_outputs_that_end_early(name, text, message):
-    """All that is shown stays as it is, and the end comes with the last part at the latest."""
+    """Shown text never changes, and the last part is complete when the response ends."""
     template, rng = FORMATS[name].parsed, random.Random(text)
     for end in rng.sample(range(1, len(text)), min(len(text) - 1, 25)):
         cut = text[:end]
@@ -74,7 +74,7 @@ def test_outputs_that_end_early(name, text, message):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_text(name):
-    """Pieces of responses in any order: no split changes the message, and nothing raises."""
+    """For pieces of responses in any order, no split changes the message, and nothing raises."""
     rng, template = random.Random(name), FORMATS[name].parsed
     marks = [
         part for text, _ in RESPONSES[name] for part in re.split(r"(?<=[>\]}])|(?=[<\[{])", text)
@@ -171,7 +171,7 @@ VALUES = "7", "7.0", "1e3", "-0.5", "true", "0", "None", "null", '{"a": 1}', "[1
 
 
 def test_values_without_types_are_cast_by_the_schema():
-    """As transformers does, for every type and text."""
+    """Every type and text is cast as in transformers."""
     tools = [
         {
             "type": "function",

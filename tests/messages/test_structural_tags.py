@@ -55,7 +55,7 @@ def test_texts(tokenizer, text, allowed):
 
 
 def masked(matcher):
-    """The tokens that may follow."""
+    """Return the tokens that may follow."""
     (row,) = matcher.masks(())
     return {i for i in range(32 * len(row)) if row[i // 32] >> (i % 32) & 1}
 

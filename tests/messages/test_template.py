@@ -1,4 +1,4 @@
-"""Templates that are wrong or not supported are refused in one line."""
+"""Templates that are malformed or not supported are refused in one line."""
 
 import pytest
 from support.refusals import label, refusal

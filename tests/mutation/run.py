@@ -1,15 +1,15 @@
-"""Whether the tests notice faults: small ones are put into the sources, each on its own.
+"""Mutation testing: small faults are put into the sources, one at a time, and tests should fail.
 
     python tests/mutation/run.py --out runs/mutants.jsonl
     python tests/mutation/run.py --out runs/after.jsonl --like runs/mutants.jsonl
 
-cosmic-ray finds the places and makes the faults; a seeded sample of them, so many for each table of
-`reach.toml`, runs against the tests that are listed there for the module. `--like` repeats the
-faults of another run wherever their lines are still there, so that two suites can be compared.
-Results are appended as they come, and what is among them already is not run again.
+cosmic-ray makes the faults. A seeded sample of them, with a fixed number for each table of
+`reach.toml`, runs against the tests that the table lists for the module. `--like` repeats another
+run's faults, if their lines still exist, to compare two test suites. Results are appended to the
+file as they come. Faults that already have a result are not run again.
 
-A fault is noticed if a test fails, or if the tests take three times as long as without it. Faults
-that change nothing cannot be noticed: what survives is to be read, one by one.
+A fault is detected if a test fails, or if the tests take three times as long as without it. A fault
+that does not change behaviour cannot be detected, so undetected faults must be read one by one.
 """
 
 import argparse
@@ -45,7 +45,7 @@ MIN_SECONDS, MAX_BYTES = 60, 16 << 30
 
 
 class DeleteStatement(Operator):
-    """Leaves out a call, or a change of something that is there already."""
+    """Deletes a statement that is a call, or that changes an existing object."""
 
     def mutation_positions(self, node: Any) -> Iterator[tuple[Any, Any]]:
         if node.type == "simple_stmt":
@@ -72,7 +72,7 @@ OPERATORS = {name: get_operator(name)() for name in operator_names() if "Variabl
 
 @dataclass(frozen=True)
 class Mutant:
-    """A fault: the nth place in a module with these lines has others."""
+    """A fault: in a module, the nth occurrence of some lines is replaced."""
 
     module: str
     line: int
@@ -83,7 +83,7 @@ class Mutant:
     nth: int
 
     def put_into(self, source: str) -> str | None:
-        """The source with the fault; None where its lines are gone."""
+        """Return the source with the fault; None if the lines no longer occur."""
         at = -1
         for _ in range(self.nth + 1):
             at = source.find("\n" + self.old, at + 1)
@@ -98,7 +98,7 @@ class Mutant:
 
 
 def _says_nothing(node: Any) -> bool:
-    """Whether a node is part of a type, or the star among parameters."""
+    """Return whether a node is part of a type hint, or the star in a list of parameters."""
     if node.parent is not None and node.parent.type == "parameters":
         return True
     while (parent := node.parent) is not None:
@@ -113,7 +113,7 @@ def _says_nothing(node: Any) -> bool:
 
 
 def find_places(source: str) -> dict[tuple[Any, Any], list[tuple[str, int, str]]]:
-    """Operator, occurrence and function of all that can be done, by place."""
+    """Return all possible changes (operator, occurrence, function), by place."""
     nodes = list(ast_nodes(get_ast(source)))
     places = defaultdict(list)
     for name, operator in OPERATORS.items():
@@ -128,7 +128,7 @@ def find_places(source: str) -> dict[tuple[Any, Any], list[tuple[str, int, str]]
 
 
 def make_mutant(module: str, source: str, change: tuple[str, int, str]) -> Mutant | None:
-    """What a change comes to; None if it is none, or no Python."""
+    """Return the mutant of a change; None if the code does not change, or is not valid Python."""
     operator, occurrence, function = change
     mutated = mutate_code(source, OPERATORS[operator], occurrence)
     try:
@@ -145,7 +145,7 @@ def make_mutant(module: str, source: str, change: tuple[str, int, str]) -> Mutan
 
 
 def draw_mutants(root: Path, modules: Sequence[str], rng: random.Random) -> Iterator[Mutant]:
-    """Mutants of some modules in random order: a change at random of every place."""
+    """Yield mutants of some modules in random order, one random change for each place."""
     sources = {module: (root / module).read_text(encoding="utf-8") for module in modules}
     places = [
         (module, changes)
@@ -161,7 +161,7 @@ def draw_mutants(root: Path, modules: Sequence[str], rng: random.Random) -> Iter
 
 
 def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, float, str]:
-    """What came of tests that may take so much of a processor: with the time, and who failed."""
+    """Run tests for at most `seconds` of CPU time; return outcome, time and failed tests."""
     limit = int(seconds) + 1
 
     def set_limits() -> None:
@@ -191,7 +191,7 @@ def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, fl
 
 
 class Worker:
-    """A copy of the tree, in which a process tries one mutant after the other."""
+    """A copy of the source tree, in which a process tests one mutant at a time."""
 
     copy: Path
 
@@ -204,7 +204,7 @@ class Worker:
 
     @classmethod
     def time(cls, tests: Sequence[str]) -> float:
-        """Processor seconds of tests that pass."""
+        """Return the CPU seconds of tests, which must pass."""
         outcome, seconds, failed = run_tests(cls.copy, tests, 3600)
         if outcome != "survived":
             raise RuntimeError(f"tests fail without any mutant: {outcome} {failed}")
@@ -226,7 +226,7 @@ class Worker:
 
 
 def choose_mutants(options: argparse.Namespace, reach: dict[str, Any]) -> list[Mutant]:
-    """Those of another run, or so many for each table."""
+    """Return the mutants of another run, or a sample for each table of `reach.toml`."""
     wanted = tuple(options.modules)
     if options.like:
         rows = (json.loads(line) for line in options.like.read_text().splitlines())
@@ -243,7 +243,7 @@ def choose_mutants(options: argparse.Namespace, reach: dict[str, Any]) -> list[M
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:
-    """Scores by module, then survivors."""
+    """Return the scores by module, then the undetected mutants."""
     counts: dict[str, Counter] = defaultdict(Counter)
     for row in rows:
         counts[row["module"]][row["outcome"]] += 1
@@ -259,7 +259,7 @@ def report(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines, appended to")
     parser.add_argument("--like", type=Path, help="results of another run, to try the same")

@@ -1,12 +1,12 @@
-"""What the tests of drafters share: an engine that notes its drafts, against an oracle.
+"""Shared by tests of drafters: an engine that records its drafts, to compare with an oracle.
 
-The oracle has no cache: for each round it runs the head over all true rows, then over its own
-output, from the target's hidden states as transformers computes them. So a wrong shift of tokens,
-position, feature or cache entry shows as another draft. What is put out is compared as well, with
-what transformers' logits and the requests' noise come to.
+The oracle has no cache. For each round, it runs the head over all tokens, and then over the head's
+own outputs, from the hidden states that transformers computes. So a wrong shift of tokens,
+positions, features or cache entries gives another draft. Output tokens are also compared: with
+transformers' logits plus the requests' noise.
 
-All engines have the same sizes and one shape of each kind of step: two requests at a time, in
-chunks of 16 tokens, and pages for less than two of full length.
+All engines have the same sizes, and one shape for each kind of step: two requests at a time, chunks
+of 16 tokens, and too few pages for two requests of full length.
 """
 
 from collections.abc import Callable
@@ -52,11 +52,11 @@ FLOAT32 = np.dtype(np.float32)
 
 @pytest.fixture(autouse=True)
 def small_process(small_test):
-    """After each test: nearly all have engines of their own."""
+    """Free memory after each test, because nearly every test has separate engines."""
 
 
 def target_states(hf, tokens):
-    """(hidden states after the final norm, residual streams entering layer 0..L), each [T, D]."""
+    """Return the final hidden states, and the inputs of layers 0..L, each [T, D]."""
     outputs, decoder = [], hf.get_decoder()
 
     def keep(module, inputs, out):
@@ -72,14 +72,14 @@ def target_states(hf, tokens):
 
 @cache
 def noise_of(seed, vocab_size):
-    """What is added to the logits at every position of a request: [MAX_LEN, V]."""
+    """Return the noise [MAX_LEN, V] that is added to the logits at each position of a request."""
     make = jax.jit(gumbel_noise, static_argnums=(1, 3))
     seeds, positions = np.full(MAX_LEN, seed, np.uint32), np.arange(MAX_LEN, dtype=np.int32)
     return torch.tensor(np.asarray(make(seeds, Stream.TARGET, (positions,), vocab_size)))
 
 
 def choose(request, asked, logits, tokens):
-    """argmax(logits / T + Gumbel(seed, position)) of edited logits; the argmax at temperature 0."""
+    """Return the argmax of edited logits / T + noise; at T = 0, the argmax of edited logits."""
     position, prompt = len(tokens), request.prompt_token_ids
     if request.params.edits_logits:
         oracle = asked(request.params, prompt, tokens[len(prompt) :])
@@ -92,15 +92,15 @@ def choose(request, asked, logits, tokens):
 
 
 def hidden_of(state, num_slots):
-    """The hidden states [S, D] that drafts start from; zeros of a drafter that has none."""
+    """Return the hidden states [S, D] that drafts start from; zeros if the drafter has none."""
     return getattr(state, "hidden", jnp.zeros((num_slots, 1))).reshape(num_slots, -1)
 
 
 @dataclass(frozen=True)
 class RecordingDrafter:
-    """Drafts with `inner`, and keeps by request and length what it drafted, and started from.
+    """A drafter that records the drafts and hidden states of `inner`, by request and length.
 
-    A request is told by its seed.
+    A request is identified by its seed.
     """
 
     inner: Drafter
@@ -141,7 +141,7 @@ class RecordingDrafter:
 
 @dataclass
 class CyclicPolicy(PolicyRule):
-    """Another K every step."""
+    """A policy with another K in every step."""
 
     choices: tuple[int, ...]
     num_steps: int = 0
@@ -152,12 +152,12 @@ class CyclicPolicy(PolicyRule):
 
 
 def few_deferred(*arguments):
-    """`step_model` with room for a few rounds that are observed later."""
+    """Return `step_model` with room for only a few deferred rounds."""
     return step_model(*arguments)._replace(max_deferred_rows=MAX_DEFERRED_ROWS)
 
 
 def recording_engine(target, folder, policy, method, speculative):
-    """(drafter, engine) of a target and the head in a folder."""
+    """Return a drafter and an engine, for a target and the head in a folder."""
     model, params = load_model(target.folder, FLOAT32)
     most = max(K, *policy.choices)
     config = SpeculativeConfig(
@@ -172,9 +172,11 @@ def recording_engine(target, folder, policy, method, speculative):
 
 
 def run(engine, prompts, hot, edits=None, between=lambda engine: None):
-    """Requests with their tokens, prompt included: of nearly all lengths that there may be, every
-    other one at the temperature `hot`, the first half with `edits`. `between` is called before each
-    step."""
+    """Run requests of nearly all possible lengths; return each with its tokens.
+
+    Every other request has the temperature `hot`, and the first half has `edits`. `between` is
+    called before each step.
+    """
     requests = [
         Request(
             i,
@@ -197,7 +199,7 @@ def run(engine, prompts, hot, edits=None, between=lambda engine: None):
 
 
 def check_output(request, tokens, logits, draw):
-    """What was put out is what the target's logits [T, V] and the request's noise come to."""
+    """Check that output tokens follow from the target's logits [T, V] and the request's noise."""
     assert len(tokens) == request.max_length
     num_prompt = len(request.prompt_token_ids)
     expected = [draw(logits[i - 1], tokens[:i]) for i in range(num_prompt, len(tokens))]
@@ -205,7 +207,10 @@ def check_output(request, tokens, logits, draw):
 
 
 def check_rounds(oracle, fused, tokens, num_prompt, drafts, hidden, draw):
-    """Compare every round of one request; how many drafts each that drafted had accepted."""
+    """Compare every round of a request.
+
+    Return the number of accepted drafts of each round with drafts.
+    """
     num_accepted, length = [], num_prompt
     while length < len(tokens) - 1:
         # A draft past the request's end is never put out, and has no page to stand on.
@@ -230,8 +235,8 @@ def check(
 ):
     """Run requests through an engine with the head in `folder`; compare every draft and token.
 
-    The steps take their K from `ks` in turn; more than `least` rounds must have drafted. `others`
-    are of the speculative config. Returns the drafter, the engine, and the record of drafts.
+    Steps have the K of `ks` in turn. More than `least` rounds must have drafts. `others` are fields
+    of the speculative config. Return the drafter, the engine and the recorded drafts.
     """
     policy = CyclicPolicy(ks)
     drafter, engine = recording_engine(target, folder, policy, method, others)
@@ -255,11 +260,11 @@ def check(
 
 
 def check_plain(target, make_drafter, *, make_prompts, asked, between=lambda engine: None):
-    """Run requests, then others that begin with their outputs, through an engine that drafts, is
-    short of pages and finds those of earlier requests; compare every token with plain decoding.
+    """Run requests through an engine with drafts; compare each token with plain decoding.
 
-    `make_drafter` gives a drafter and its parameters for a model and its own. Pages have 4 tokens.
-    Returns the engine.
+    Later requests begin with the outputs of earlier requests, and find their pages. There are few
+    pages, of 4 tokens each. `make_drafter` returns a drafter and its parameters, given a model and
+    its parameters. Return the engine.
     """
     model, params = load_model(target.folder, FLOAT32)
     drafter, drafter_params = make_drafter(model, params)
@@ -280,11 +285,11 @@ def check_plain(target, make_drafter, *, make_prompts, asked, between=lambda eng
 
 @pytest.fixture
 def check_tokens(ragged_prompts, asked) -> Callable[..., Engine]:
-    """`check_plain`, with prompts to run."""
+    """The function `check_plain`, with its prompts."""
     return partial(check_plain, make_prompts=ragged_prompts, asked=asked)
 
 
 @pytest.fixture
 def check_drafts(ragged_prompts, asked) -> Callable[..., tuple[Drafter, Engine, list]]:
-    """`check`, with prompts to run."""
+    """The function `check`, with its prompts."""
     return partial(check, make_prompts=ragged_prompts, asked=asked)

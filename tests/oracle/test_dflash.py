@@ -1,9 +1,9 @@
-"""DFlash heads against transformers: its model at every round, and the drafts of its generation.
+"""DFlash heads compared with transformers, at every round and in generation.
 
-conftest.py has how the engine is run. The oracle runs transformers' model over a whole context and
-one block, so that every block is compared: what it reads, where it stands, how wide it is. Which
-rows see which is transformers' own mask, or in other layouts one by their published rules. What
-DSpark and DFlash2 add to DFlash is written here in torch, on transformers' model of the latter.
+conftest.py runs the engine. The oracle runs transformers' model over a whole context and one block,
+so that inputs, positions and width of every block are compared. The attention mask is transformers'
+own or, for other layouts, follows their published rules. The extensions DSpark and DFlash2 are
+written here in torch, around transformers' model.
 """
 
 import pytest
@@ -56,7 +56,7 @@ def dspark(own, model, num_drafted, generator):
 
 
 def convolved(x, base, taps):
-    """Rows x [1, T, D], each mixed with those before it by base [taps, D] and [1, T, taps, G]."""
+    """Mix the rows x [1, T, D] with earlier rows, by base [taps, D] and taps [1, T, taps, G]."""
     out = torch.zeros_like(x)
     for t in range(x.shape[1]):
         for i in range(min(t + 1, NUM_TAPS)):
@@ -65,7 +65,7 @@ def convolved(x, base, taps):
 
 
 def convolve_around(before, after, base, projection):
-    """Hook the convolutions on the output of two modules."""
+    """Hook convolutions to the outputs of two modules."""
     kept = []
 
     def first(module, inputs, x):
@@ -186,7 +186,7 @@ def test_dflash_drafts(target, check_drafts, tmp_path, name):
 
 
 def candidates(target, assistant, prompt, num_tokens, monkeypatch):
-    """The drafts of transformers' generation, by the number of tokens before the last one."""
+    """Return transformers' drafts, by the number of tokens before the last one."""
     generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
     found, get = {}, generator.get_candidates
 

@@ -1,5 +1,6 @@
-"""Draft models with another tokenizer, against transformers' and a rewrite of the token map; how it
-is run is in conftest.py. Tokenizers are trained here, on texts that have some letters in common.
+"""Draft models with another tokenizer, compared with transformers and a slow token map.
+
+conftest.py runs the engine. The tokenizers are trained here, on texts that share some letters.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ SIZES = 24, 20  # of the target's vocabulary and the drafter's
 
 
 def byte_level(size, texts=TEXT):
-    """Writes a space as Ġ, and has no unknown token."""
+    """Return a tokenizer that writes a space as Ġ, and has no unknown token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False))
@@ -27,7 +28,7 @@ def byte_level(size, texts=TEXT):
 
 
 def sentence_piece(size, texts=TEXT):
-    """Writes a space as ▁, and has an unknown token, which is not its first."""
+    """Return a tokenizer that writes a space as ▁, and has an unknown token (not token 0)."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -45,7 +46,10 @@ def with_tokenizer(checkpoints, model, tokenizer):
 
 @dataclass(frozen=True)
 class OracleModel:
-    """A model over the whole text of each draft, its tokens found by their texts one by one."""
+    """A draft model that runs over the whole text for each draft.
+
+    Tokens are mapped by their texts.
+    """
 
     hf: Any
     texts: tuple[dict[int, str], dict[int, str]]  # by id, of the target and the drafter

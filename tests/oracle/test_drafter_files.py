@@ -1,4 +1,4 @@
-"""What is read from the files of drafters, in every layout, and which are refused."""
+"""Files of drafters: what is read from each layout, and which files are refused."""
 
 import jax
 import numpy as np
@@ -26,25 +26,25 @@ def target(checkpoints):
 
 @pytest.fixture
 def write(target, tmp_path):
-    """Writes a DFlash head."""
+    """Return a function that writes a DFlash head."""
     return lambda **options: write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
 
 
 def load(target, method, folder):
-    """The drafter of a folder, with its parameters, for the target of another."""
+    """Load the drafter in `folder` for `target`; return it with its parameters."""
     config = SpeculativeConfig(method=method, model="", num_speculative_tokens=3)
     model, _ = load_model(target, FLOAT32)
     return load_drafter(folder, config, model, FLOAT32)
 
 
 def check_same(one, other):
-    """Both (drafter, parameters) are equal."""
+    """Check that two pairs (drafter, parameters) are equal."""
     assert one[0] == other[0]
     jax.tree.map(np.testing.assert_array_equal, one[1], other[1])
 
 
 def refused(target, method, folder, *words):
-    """An LLM refuses the drafter of a folder, and says why; None for one of the target's own."""
+    """Check that an LLM refuses the drafter in `folder` (None: the target's own) with `words`."""
     speculation = {"method": method, "num_speculative_tokens": 3}
     if folder is not None:
         speculation["model"] = str(folder)
@@ -57,7 +57,7 @@ def refused(target, method, folder, *words):
 
 
 def test_eagle_heads_with_what_says_nothing(checkpoints, target):
-    """A copy of the target's embedding, and a bias that the config alone knows of."""
+    """A copy of the target's embedding is shared; a bias that only the config has is ignored."""
     plain, copied = (
         checkpoints.eagle(target, **options).folder
         for options in ({}, {"embedding": "same", "bias": True})
@@ -92,7 +92,7 @@ def test_speculators_layout_gives_the_same_head_as_the_raw_one(
 
 
 def test_every_layout_of_an_mtp_module_gives_the_same_parameters(checkpoints):
-    """In one file with the target or beside it, experts in one tensor or in many."""
+    """The module is in the target's file or in another. Experts have one tensor or many."""
     target = checkpoints.target("qwen3_5_moe_text", vocab_size=VOCAB)
     folders = [
         checkpoints.mtp(of, layout=layout, is_beside=is_beside).folder

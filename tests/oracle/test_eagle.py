@@ -1,6 +1,6 @@
-"""EAGLE heads against torch: each draft and hidden state, at every round of every request.
+"""EAGLE heads compared with torch: drafts and hidden states at every round of every request.
 
-The oracle is written from the published descriptions; conftest.py has how it is run.
+The oracle follows the published descriptions, and conftest.py runs the engine.
 """
 
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ OPTIONS["all"] = (
 
 
 class GreedyOracle(OracleHead):
-    """The oracle under draft_sample_method="greedy": noise cannot outweigh its logits."""
+    """The oracle for draft_sample_method="greedy": noise cannot change the best logit."""
 
     def logits(self, y):
         logits = super().logits(y)
@@ -109,7 +109,7 @@ class GreedyOracle(OracleHead):
 
 
 class OracleBlock(OracleHead):
-    """A P-EAGLE head over all rows: those of tokens, then the masks."""
+    """A P-EAGLE head over all rows: the tokens' rows, then the mask rows."""
 
     keeps_last = False
 
@@ -133,7 +133,7 @@ class OracleBlock(OracleHead):
 
 @dataclass(frozen=True)
 class Case:
-    """A head for a target (its model type, and fields of its config), and how it is run."""
+    """A head for a target (its model type and config fields), and options of the run."""
 
     method: str
     options: dict[str, Any]  # of the head's files
@@ -212,7 +212,7 @@ CASES = {
 
 
 def made(checkpoints, method, target, options, of_oracle):
-    """(files, oracle) of a head; one without explicit layers reads the default ones."""
+    """Return the files and the oracle of a head. By default, the head reads the default layers."""
     files = getattr(checkpoints, method)(target, **options)
     layers = () if method == "eagle" else (2, 1, 0)
     return files, oracle_of(target, files, **{"aux_layers": layers} | of_oracle)
@@ -239,7 +239,7 @@ def test_drafts(checkpoints, check_drafts, case):
 
 
 def load(target, files, **speculative):
-    """The drafter and parameters of a head's files."""
+    """Load the drafter and the parameters from a head's files."""
     model, _ = load_model(target.folder, FLOAT32)
     config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=3, **speculative)
     return load_drafter(files.folder, config, model, FLOAT32)
@@ -247,7 +247,7 @@ def load(target, files, **speculative):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def run_head(head, target, params, tokens, final, states):
-    """(what is recycled, logits) of a head's rows: no cache, whole sequences."""
+    """Return a head's recycled hidden states and logits, over whole sequences without a cache."""
     hidden = head.fuse(params.drafter, Features(final, states))
     rows = CausalRows.of(1, len(tokens))
     y, _ = head.extend(target, params, tokens, hidden, rows, None)
@@ -256,7 +256,7 @@ def run_head(head, target, params, tokens, final, states):
 
 @pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("specforge-norm", "all")])
 def test_every_part_of_eagle3_by_itself(checkpoints, name):
-    """Over all rows at once; the drafts above are of heads that have none of them, and all."""
+    """Heads with a single optional part run over all rows. Tests above use none or all parts."""
     kind, config = DEEP
     target = checkpoints.target(kind, vocab_size=VOCAB, **config)
     files, oracle = made(checkpoints, "eagle3", target, *OPTIONS[name])
@@ -284,7 +284,7 @@ def test_eagle3_default_layers(checkpoints):
 
 
 def test_eagle3_layers_numbered_by_output(checkpoints):
-    """An output i enters layer i + 1; nothing else of the head knows of it."""
+    """The output of layer i is the input of layer i + 1. Nothing else of the head differs."""
     kind, config = DEEP
     target = checkpoints.target(kind, vocab_size=VOCAB, **config)
     by_output = checkpoints.eagle3(target, eagle_aux_hidden_state_layer_ids=[0, 1, 2])

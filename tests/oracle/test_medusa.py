@@ -1,4 +1,4 @@
-"""Medusa heads against torch, by the published description; conftest.py has how it is run."""
+"""Medusa heads compared with torch, by the published description; conftest.py runs the engine."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ FIRST, VLLM = "authors", "vllm"
 
 
 def write_heads(folder, layout, dim, **edits):
-    """A checkpoint with random weights; its folder and, by head, blocks and head in torch."""
+    """Write a random checkpoint; return its folder, and the torch modules of each head."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
@@ -56,7 +56,7 @@ def write_heads(folder, layout, dim, **edits):
 
 @dataclass(frozen=True)
 class OracleHeads:
-    """Head i drafts the i-th token, each from the target's last hidden state."""
+    """Head i makes draft i, from the target's last hidden state."""
 
     heads: Any
     ids: torch.Tensor

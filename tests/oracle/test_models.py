@@ -1,7 +1,7 @@
-"""Every model family against transformers: logits however a sequence is cut up.
+"""The logits of every model family equal transformers', however a sequence is divided.
 
-Recurrent layers have three ways to the same numbers: whole sequences, chunks of a prompt, and the
-rows of a verification, of which some are rejected.
+Recurrent layers compute the same numbers in three ways: for whole sequences, for chunks of a
+prompt, and for rounds, in which some rows are rejected.
 """
 
 import copy
@@ -39,7 +39,7 @@ LENGTHS = {OF_ATTENTION: 72, OF_HYBRIDS: 168}
 
 
 def of(kind, **config):
-    """A model type, and fields of its config."""
+    """Return a model type, and fields of its config."""
     return kind, config
 
 
@@ -174,7 +174,7 @@ QUICK = CASES.keys() - {"deepseek_v3-no-q-rank", "glm4_moe_lite"} | {
 
 
 def written(checkpoints, name):
-    """The target of a case."""
+    """Return the target of a case."""
     kind, config = (CASES | HYBRIDS)[name]
     return checkpoints.target(kind, **config)
 
@@ -187,7 +187,7 @@ def written(checkpoints, name):
     ],
 )
 def case(request, checkpoints):
-    """(target, tokens, transformers' logits, how the tokens are cut up)."""
+    """A target, tokens, transformers' logits, and how the tokens are divided."""
     target = written(checkpoints, request.param)
     schedule = OF_HYBRIDS if request.param in HYBRIDS else OF_ATTENTION
     tokens = random_tokens(LENGTHS[schedule])
@@ -200,7 +200,7 @@ def random_tokens(length):
 
 @partial(jax.jit, static_argnames=("model", "folds"))
 def extend(params, cache, table, tokens, starts, counts, pending, model, folds):
-    """Logits [B, T, V] of rows that go on from the cache, and the cache."""
+    """Return the logits [B, T, V] of rows that continue from the cache, and the new cache."""
     slots = jnp.array([2, 0])
     rows = CachedRows.starting_at(
         starts, counts, tokens.shape[1], table, slots=slots, pending=pending, folds=folds
@@ -210,8 +210,10 @@ def extend(params, cache, table, tokens, starts, counts, pending, model, folds):
 
 
 def served_logits(folder, tokens, schedule):
-    """Logits of the tokens, as an engine comes to them: a chunk at a time, then in rounds with
-    rejected drafts; over pages that lie in no order, in a cache that held garbage."""
+    """Return the logits of tokens as in an engine: in chunks, then in rounds with rejected drafts.
+
+    Pages are in random order, and the cache starts with garbage.
+    """
     model, params = load_model(folder, FLOAT32)
     num_pages, rng = tokens.size // PAGE_SIZE, np.random.default_rng(2)
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
@@ -294,7 +296,7 @@ def test_both_layouts_of_experts_give_the_same_parameters(checkpoints, kind):
 
 
 def test_the_outer_config_says_whether_the_head_is_tied(checkpoints):
-    """Transformers writes the text part's own default beside it."""
+    """transformers also writes the default of the text config, which must be ignored."""
     target = checkpoints.target("qwen3_5", tie_word_embeddings=True)
     config = json.loads((target.folder / "config.json").read_text())
     text = config["text_config"] | {"tie_word_embeddings": False}
@@ -335,7 +337,7 @@ def test_decays_are_kept_in_float32(checkpoints, rewrite_tensors, kind, in_file)
     "kind, most", [("llama", 0.1), ("qwen3", 0.1), ("qwen3_next", 0.2), ("qwen3_5_text", 0.2)]
 )
 def test_bfloat16_log_probabilities(checkpoints, kind, most):
-    """Within twice the distance that transformers' own bf16 keeps from fp32, on average."""
+    """The mean error is at most twice the error of transformers in bf16."""
     target = checkpoints.target(kind)
     tokens = random_tokens(LENGTHS[OF_ATTENTION if most == 0.1 else OF_HYBRIDS])
     half = copy.deepcopy(target.hf).to(torch.bfloat16)

@@ -1,7 +1,7 @@
-"""MTP modules against those of transformers: each draft, at every round of every request.
+"""MTP modules compared with transformers' modules: drafts at every round of every request.
 
-conftest.py has how they are run. The module of transformers takes after the target's last layer,
-which must be one of attention; most models there do not use it by default.
+conftest.py runs the engine. transformers builds the module like the target's last layer, so this
+layer must have attention. In transformers, most models do not use the module by default.
 """
 
 from dataclasses import dataclass, replace
@@ -58,13 +58,13 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def only_products_count(monkeypatch):
-    """What the plain form of latent attention moves would not pay for models as small as these."""
+    """Ignore memory traffic in the choice of attention's form: these models are too small."""
     monkeypatch.setattr(latent, "PRODUCTS_PER_NUMBER", 0)
 
 
 @dataclass(frozen=True)
 class OracleModules:
-    """transformers' target and modules in turn; a round is run from its first token."""
+    """transformers' target and modules in turn. Each round starts at the first token."""
 
     hf: Any
     module: Any
@@ -77,8 +77,10 @@ class OracleModules:
         return final
 
     def drafts(self, fused, tokens, length, k, num_drafts, choose):
-        """Module i takes what the one before put out a row earlier, and zero where there is none;
-        the last one goes on with its own output."""
+        """Module i reads the previous module's output of the row before, or zeros at the start.
+
+        The last module continues with its own output.
+        """
         from transformers.cache_utils import MtpCache
 
         committed, drafts, hidden = tokens[: length + 1], [], fused[:length]
@@ -97,7 +99,7 @@ class OracleModules:
 
 
 def load_oracle(folder, kind):
-    """transformers' model and modules of a folder."""
+    """Return transformers' model and modules of a folder."""
     import transformers
     from transformers.modeling_layers import MtpModel
 
@@ -122,7 +124,7 @@ def load_oracle(folder, kind):
 
 
 def written(checkpoints, name):
-    """(target with the module's files, the oracle) of a case."""
+    """Return the target with the module's files, and the oracle, of a case."""
     kind, config, options, _ = CASES[name]
     target = checkpoints.target(kind, vocab_size=VOCAB, **config)
     files = checkpoints.mtp(target, **options)

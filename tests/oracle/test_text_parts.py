@@ -1,6 +1,6 @@
-"""Text models inside other models, and tensors under other names, against transformers.
+"""Text models inside other models, and tensors with other names, compared with transformers.
 
-Families have the same sizes inside and outside, so that many share a compiled program.
+The families have the same sizes inside and outside, so that many share a compiled program.
 """
 
 import jax
@@ -68,14 +68,14 @@ def test_text_alone_has_the_same_logits(checkpoints, tokens, kind, fields):
 
 
 def read(folder):
-    """A model with its parameters, and the lines of the log."""
+    """Load a model; return it, its parameters, and the log lines."""
     lines = []
     return *load_model(folder, FLOAT32, log=lines.append), lines
 
 
 @pytest.fixture
 def rewritten(checkpoints, rewrite_tensors):
-    """Copies a target, with its tensors changed; or with more of them."""
+    """Return a function that copies a target with changed or further tensors."""
 
     def copy(target, change=None, more=()):
         made = checkpoints.copy(target.folder)
@@ -87,7 +87,7 @@ def rewritten(checkpoints, rewrite_tensors):
 
 
 def check_same(folder, other, *words):
-    """Both folders give the same arrays; the log of the first has one line, with all `words`."""
+    """Check that both folders give the same arrays, and that the first logs a line with `words`."""
     (model, params, lines), (expected, its_params, _) = read(folder), read(other)
     assert model == expected
     jax.tree.map(np.testing.assert_array_equal, params, its_params)
@@ -164,7 +164,7 @@ def test_unknown_names_are_refused(checkpoints, rewritten, kind, name):
 
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "smolvlm"])
 def test_updates_by_the_names_of_the_whole(checkpoints, kind):
-    """As a trainer of transformers has them, whose experts lie otherwise than those of files."""
+    """A transformers trainer's experts have another layout than the experts in files."""
     target = written(checkpoints, kind)
     model, params, _ = read(target.folder)
     named = read_named(target.hf.state_dict(), params, "weights")
@@ -197,7 +197,7 @@ def test_another_head_than_the_tied_one_counts(rewritten, tied, tokens):
 
 @pytest.mark.parametrize("keeps_embedding", [True, False])
 def test_a_copy_of_the_tied_head_is_silent(rewritten, tied, keeps_embedding):
-    """Or what is left of both, as some exports drop the other name."""
+    """Some exports have only one of the two tensors, under the other name."""
 
     def change(tensors):
         both = tensors | {HEAD: tensors[EMBEDDING].clone()}

@@ -1,7 +1,7 @@
-"""Layers that attend within a window, in an engine that preempts, reuses pages and drafts.
+"""Sliding-window layers in an engine that preempts, reuses pages and drafts.
 
-Pages behind the windows are given back while requests run. All that is free and cannot be found is
-filled with NaN before each step, so that a row that read any of it would give other tokens.
+Pages behind the windows are freed while requests run. Before each step, all free pages that cannot
+be found are filled with NaN, so that reading one would change tokens.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ pytest.importorskip("torch")
 
 @partial(jax.jit, donate_argnums=0)
 def spoil(caches, unused):
-    """NaN in the unused pages of each cache [layers, pages, ...]."""
+    """Fill the unused pages of each cache [layers, pages, ...] with NaN."""
     return tuple(
         Pages(jnp.where(one.reshape(1, -1, *[1] * (x.ndim - 2)), jnp.nan, x))
         for (x, _), one in zip(caches, unused, strict=True)
@@ -30,7 +30,10 @@ def spoil(caches, unused):
 
 
 def spoil_free_pages(counts, engine):
-    """Fill the target's pages that are free and have no name; `counts` pages by window."""
+    """Fill the target's free pages that have no name.
+
+    Their number is added to `counts` by window.
+    """
     residents = engine.scheduler.residents
     pools = dict(zip((None, *engine.programs.model.windows), residents.pools, strict=True))
     unused = []

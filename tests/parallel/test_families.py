@@ -1,4 +1,4 @@
-"""Tensor parallel engines of every family: the tokens of one device."""
+"""Tensor parallel engines of every family give the tokens of one device."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
 
 
 class Case(NamedTuple):
-    """A family, the sizes that differ from the usual ones, and how its drafts are made."""
+    """A family, the sizes that differ from the usual ones, and the source of drafts."""
 
     kind: str
     sizes: dict[str, int] = {}

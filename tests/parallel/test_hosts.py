@@ -1,4 +1,4 @@
-"""Engines of two processes: the results of one, and errors that name a process."""
+"""Engines of several processes give the results of one process; errors name a process."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @contextmanager
 def processes(*plan, count=2, is_trainer=False):
-    """Processes that follow a plan; they end with the block."""
+    """Yield processes that follow a plan, and end them with the block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with ExitStack() as stack:
@@ -32,7 +32,7 @@ def processes(*plan, count=2, is_trainer=False):
 
 
 def said(one):
-    """The next report of a process."""
+    """Return the next report of a process."""
     for line in one.stdout:
         if line.startswith("{"):
             return json.loads(line)
@@ -40,7 +40,7 @@ def said(one):
 
 
 def error_after(leader, do):
-    """The error of a process whose steps go on after `do`, and the seconds until it is raised."""
+    """Call `do`, then let a process continue; return its error, and the seconds until then."""
     assert said(leader) == {"ready": True}
     do()
     start = time.monotonic()
@@ -50,7 +50,7 @@ def error_after(leader, do):
 
 
 def with_own_half(checkpoints, folder, rank):
-    """A copy of a target in which the halves of projections that `rank` must not read are NaN."""
+    """Return a copy of a target. The halves of projections that `rank` must not read are NaN."""
     by_rows = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
     def spoil(tensors):
@@ -67,7 +67,7 @@ def with_own_half(checkpoints, folder, rank):
 
 
 def test_two_processes_give_what_one_gives(checkpoints):
-    """Each reads only its parts of the weights. And a process that does not answer ends them."""
+    """Each process reads only its parts of the weights. If one stops answering, both end."""
     target, head = llama(checkpoints), eagle3(checkpoints)
     mtp = str(hybrid(checkpoints))
     eagle = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
@@ -104,7 +104,7 @@ def test_two_processes_give_what_one_gives(checkpoints):
 
 @pytest.mark.nightly
 def test_three_processes_of_a_trainer(checkpoints, tmp_path):
-    """They serve in 8 bits what one process serves, and exit in any order without an error."""
+    """With 8-bit weights, results equal one process's. All exit without an error, in any order."""
     plain = checkpoints.with_letters(llama(checkpoints).folder)
     folder = str(tmp_path / "fp8")
     assert main(["quantize", str(plain), folder, "--quantization", "fp8"]) == 0

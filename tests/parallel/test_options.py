@@ -1,4 +1,4 @@
-"""Tensor parallel engines and what else takes their models and weights."""
+"""Tensor parallel engines with other uses of their models and weights."""
 
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 def test_the_own_tree_and_a_saved_folder(checkpoints):
-    """The arrays of all devices are an update, also with padding; whole experts are saved."""
+    """The engine's own divided and padded arrays are a valid update. Saved experts are whole."""
     folder = checkpoints.target("gpt_oss").folder
     options = {"tensor_parallel_size": 4, "enable_expert_parallel": True, **SIZES}
     with RolloutEngine(folder, **options) as engine:
@@ -51,7 +51,7 @@ def test_what_needs_a_whole_model(checkpoints):
 
 
 def test_a_model_value(checkpoints):
-    """It may be that of another engine; parameters are those of the whole model."""
+    """A `Model` value may come from another engine. Its parameters are the whole model's."""
     model, params = load_model(llama(checkpoints).folder, FLOAT32)
     found = []
     with make_llm(model, params=params, tensor_parallel_size=2) as llm:
@@ -75,7 +75,7 @@ class Misdivided(Llama):
 
 
 def test_what_cannot_be_divided(checkpoints):
-    """Refused before weights are read, here before NaN is found."""
+    """The errors come before weights are read: the NaN in these weights is not found."""
     folder = llama(checkpoints).folder
     model, params = load_model(folder, FLOAT32)
     spoilt = jax.tree.map(lambda x: x * np.nan, params)

@@ -1,4 +1,4 @@
-"""Quantised weights over several devices: kept as they are stored, with the plain numbers."""
+"""Quantised weights over several devices stay quantised, and represent the same numbers."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
     ],
 )
 def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, form, count, config):
-    """Bit for bit, and nothing is unpacked."""
+    """Parts equal the dequantised weights' parts bit for bit, and stay quantised."""
     lines, loaded = [], []
     placement = Placement.on(*jax.devices()[:count])
     for folder in folders(checkpoints, kind, form, **config):
@@ -81,7 +81,7 @@ def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, f
     ],
 )
 def test_plain_weights_are_rounded_as_on_one_device(checkpoints, kind, bits, count, config):
-    """Bit for bit the same numbers, divided; after an update as well."""
+    """The divided numbers are equal bit for bit, also after an update."""
     folder = checkpoints.target(kind, **config).folder
     model: Any = describe_checkpoint(folder, read_config(folder))
     divided, placement = replace(model, num_devices=count), Placement.on(*jax.devices()[:count])
@@ -93,7 +93,7 @@ def test_plain_weights_are_rounded_as_on_one_device(checkpoints, kind, bits, cou
 
 
 def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
-    """Of a target, of a drafter, and of the head that it drafts with."""
+    """This holds for a target, a drafter, and the drafter's copy of the head."""
     target, made = llama(checkpoints), []
     config = {"method": "eagle", "model": str(checkpoints.eagle(target).folder)}
     config |= {"num_speculative_tokens": K}
@@ -135,7 +135,7 @@ def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
     ],
 )
 def test_the_tokens_of_one_device(checkpoints, kind, form, config, options):
-    """Drafted and accepted as well, by a module that is quantised, too."""
+    """A quantised MTP module makes drafts, and some of them are accepted."""
     folder = folders(checkpoints, kind, form or "awq", **config)[form is None]
     method = "ngram" if kind == "llama" else "mtp"
     prompts = random_prompts(5, 20, 33, vocab_size=VOCAB)
@@ -150,7 +150,7 @@ def test_the_tokens_of_one_device(checkpoints, kind, form, config, options):
 
 
 def test_what_cannot_be_cut_is_unpacked_and_said(checkpoints):
-    """Groups of 16 inputs, of which a device would have half."""
+    """A device would have half of a group of 16 inputs."""
     lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])
     for folder in folders(checkpoints, "llama", "awq"):
         loaded.append(load_model(folder, FLOAT32, placement, lines.append)[1])

@@ -1,4 +1,4 @@
-"""Data parallel LLMs: whatever happens, requests get the tokens that one engine gives."""
+"""Data parallel LLMs: under all events, requests get the tokens of one engine."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ LONG = SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)
 
 
 def cases(count=24):
-    """Prompts that share prefixes, and parameters of which half have no seed."""
+    """Return prompts that share prefixes, and parameters, half of them without a seed."""
     prompts = random_prompts(*[3 + i % 21 for i in range(count)], vocab_size=VOCAB)
     params = [
         SamplingParams(
@@ -49,7 +49,7 @@ def cases(count=24):
 
 @pytest.fixture(scope="module")
 def expected(letters):
-    """What one engine gives."""
+    """The outputs of one engine."""
     with simulated_llm(letters, "ngram") as llm:
         return [output.outputs for output in generate(llm, *cases())]
 
@@ -62,7 +62,7 @@ def llm(letters, request):
 
 @pytest.fixture(autouse=True)
 def same_seeds(request):
-    """Each test's first request is number 0, whose seed is the first of the LLM's."""
+    """Number each test's requests from 0, so that they have the same derived seeds."""
     if "llm" in request.fixturenames:
         request.getfixturevalue("llm")._next_id = 0
 
@@ -95,7 +95,7 @@ def test_all_replicas_give_what_one_engine_gives(llm, expected):
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_once(llm, expected, seed, fails, caplog):
-    """Under aborts, and under failures of the devices, of which one replica is spared."""
+    """Requests are aborted, and devices fail, except one replica's."""
     rng, engines = np.random.default_rng(seed), llm.engine.engines
     arriving = [
         (llm.make_request(*pair), outputs)
@@ -131,7 +131,7 @@ def test_every_request_ends_once(llm, expected, seed, fails, caplog):
 
 
 def test_where_requests_go(llm):
-    """To the replica that has their prefix, unless it is much busier; else to the idlest."""
+    """A request goes to the replica with its prefix, unless it is too busy; else to the idlest."""
     count = len(llm.engine.engines)
     documents = random_prompts(*[40] * count, vocab_size=VOCAB, seed=7)
     before = llm.metrics().prefix_cache_hits
@@ -152,7 +152,7 @@ def test_where_requests_go(llm):
 
 
 def test_devices_work_at_the_same_time(llm):
-    """All replicas wait for their devices before any of them goes on."""
+    """Each replica waits for its device at the same time as the others."""
     count, met = len(llm.engine.engines), set()
     meeting = threading.Barrier(count)
 
@@ -199,7 +199,7 @@ def test_an_interrupt_or_error_leaves_a_usable_llm(llm, expected, error):
 
 
 def test_a_replica_that_cannot_run_again(letters, expected):
-    """It gets no more requests, and the others do its work."""
+    """It gets no more requests, and the other replica runs its requests."""
 
     def fail():
         raise MemoryError("no state")
@@ -217,7 +217,7 @@ def test_a_replica_that_cannot_run_again(letters, expected):
 
 
 def test_an_llm_that_is_dropped_in_the_middle_frees_its_engines(letters):
-    """Also those whose threads wait for their turn."""
+    """This includes engines whose threads wait for their next step."""
     llm = simulated_llm(letters, data_parallel_size=2)
     engines = [weakref.ref(engine) for engine in llm.engine.engines]
     started = llm.generate_stream([[1], [2]], LONG)
@@ -230,7 +230,7 @@ def test_an_llm_that_is_dropped_in_the_middle_frees_its_engines(letters):
 
 
 def test_async_callers(letters, expected):
-    """Some leave, and a device fails: each of the others gets what one engine gives."""
+    """Some callers leave, and a device fails. Other callers get one engine's outputs."""
 
     async def call(llm, prompt, params):
         *_, last = [output async for output in llm.generate_stream(prompt, params)]
@@ -253,7 +253,7 @@ def test_async_callers(letters, expected):
 
 
 def test_rollouts(letters):
-    """All replicas get new weights, also while they sleep, and between the same tokens."""
+    """All replicas get new weights at the same place in the outputs, also while asleep."""
     found, (prompts, _) = [], cases()
     with simulated_engines():
         for size in 1, 2:
@@ -278,7 +278,7 @@ def test_rollouts(letters):
 
 @pytest.mark.slow
 def test_real_devices(letters):
-    """Weights and caches lie on each replica's devices, also after sleep."""
+    """Weights and caches are on each replica's own devices, also after sleep."""
     found = []
     for options in {}, {"data_parallel_size": 2, "tensor_parallel_size": 2}:
         with make_llm(letters, "ngram", **options) as llm:

@@ -1,4 +1,4 @@
-"""Weights of a trainer on one half of the devices, for an engine on the other half."""
+"""A trainer's weights on half of the devices update an engine on the other half."""
 
 import re
 
@@ -23,7 +23,7 @@ UNEVEN = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
 
 @pytest.fixture
 def no_host(monkeypatch):
-    """Nothing that is on several devices may be read, but checksums; and no array of one is cut."""
+    """Fail if arrays of several devices are read (except checksums), or arrays of one are cut."""
     # A simulated device would look at its weights.
     keep = property(
         lambda self: self._params, lambda self, params: setattr(self, "_params", params)
@@ -59,7 +59,7 @@ def trainers_mesh(*shape, kind=jax.sharding.AxisType.Auto):
 
 
 def as_of_a_trainer(x, mesh, axis):
-    """Spread along an axis, if it can be; otherwise every device has it."""
+    """Divide an array along an axis, if the size is even; otherwise, replicate it."""
     axis = min(axis, max(x.ndim - 1, 0))
     is_even = x.ndim and x.shape[axis] % 2 == 0
     spec = PartitionSpec(*[None] * axis, mesh.axis_names) if is_even else PartitionSpec()
@@ -114,7 +114,7 @@ def test_a_trainers_arrays_reach_the_engine_without_the_host(
 
 
 def test_nothing_is_whole_on_a_device_that_needs_a_part():
-    """What the trainer's devices exchange is parts; and a device of the engine gets its own."""
+    """The trainer's devices exchange only parts, and a device of the engine gets only its part."""
     columns = (("h", 48), ("k", 16), ("k", 16))
     whole = projection(("q", "k", "v"), 32, (48, 16, 16), columns=columns)
     local = projection(("q", "k", "v"), 32, (24, 8, 8), columns=columns)

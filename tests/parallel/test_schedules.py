@@ -1,4 +1,4 @@
-"""Tensor parallel engines beside everything else: the outputs of one device."""
+"""Tensor parallel engines with all other features give the outputs of one device."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ EDITS = (
 
 
 def test_random_schedules(checkpoints, monkeypatch):
-    """Requests join, leave, share prefixes and are preempted; K is another in every round.
+    """Requests join, leave, share prefixes and are preempted. K changes in every round.
 
     As on GPUs, plain requests have steps without conditionals.
     """
@@ -97,7 +97,7 @@ VARIETIES = "p_eagle", "dspark", "dflash2", "draft_model"
     [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in DRAFTERS],
 )
 def test_drafters(checkpoints, name):
-    """The same tokens, drafts and accepted drafts, at a temperature and with edits."""
+    """Tokens, drafts and accepted drafts are equal, with a temperature and edits of logits."""
     count, head = DRAFTERS[name]
     folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
     method, drafter = head(checkpoints)
@@ -121,7 +121,7 @@ def test_drafters(checkpoints, name):
 
 @pytest.fixture(scope="module")
 def pair(checkpoints):
-    """The arguments of engines with EAGLE-3, and their requests."""
+    """The arguments of engines with EAGLE-3, with prompts and parameters."""
     folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
     prompts = random_prompts(*range(3, 3 + len(EDITS)), vocab_size=EOS, seed=7)
     params = [
@@ -132,7 +132,7 @@ def pair(checkpoints):
 
 
 def outcomes(llm, prompts, params):
-    """Tokens, reasons and log-probabilities, with rounded values."""
+    """Return tokens, finish reasons and rounded log-probabilities."""
     return [
         (
             [(one.token_ids, one.finish_reason, rounded(one.logprobs)) for one in found.outputs],
@@ -157,7 +157,7 @@ def rounded(logprobs):
     ],
 )
 def test_options(pair, verification):
-    """Every option of a request, and a user's logits processor, with every verification."""
+    """Every option of requests, and a logits processor, with every verification method."""
     arguments, prompts, params = pair
     speculation = VERIFICATIONS.get(verification, {})
     found = []
@@ -169,7 +169,7 @@ def test_options(pair, verification):
 
 
 def test_logits_processors(pair):
-    """The only reader of whole logits."""
+    """Only logits processors read the logits of the whole vocabulary."""
     arguments, prompts, params = pair
     params = [replace(one, logits_processors=[prefer_late]) for one in params[:2]]
     found = []
@@ -184,7 +184,7 @@ def prefer_late(tokens, length, logits):
 
 
 def test_exact_mode(pair):
-    """The same bits with drafts and without, alone and in company, on two devices."""
+    """On two devices, bits are equal with and without drafts and other requests."""
     arguments, prompts, params = pair
     prompts, params = prompts[:4], [replace(one, logprobs=2) for one in params[:4]]
     with make_llm(*arguments, **EXACT, tensor_parallel_size=2) as llm:
@@ -200,7 +200,7 @@ def test_exact_mode(pair):
 
 
 def test_updates(pair):
-    """Weights by name, while asleep, and those of the drafter; rollouts and scores follow."""
+    """Updates by name, while asleep, and of the drafter; then rollouts and scores are equal."""
     (folder, method, head), prompts, _ = pair
     config = {"method": method, "model": str(head), "num_speculative_tokens": K}
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=12) for i in range(len(prompts))]
@@ -232,7 +232,7 @@ def test_updates(pair):
 
 
 def elsewhere(named):
-    """The arrays on two devices that no engine has, divided where they can be."""
+    """Place arrays on two devices outside of the engine, divided if their size is even."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[2:]), "trainer")
 
     def place(x):
@@ -243,6 +243,6 @@ def elsewhere(named):
 
 
 def export(model, params):
-    """The tensors of a tree of weights, by their names in checkpoints."""
+    """Return the tensors of a tree of weights, by their names in checkpoints."""
     leaves = zip(jax.tree.leaves(specs_of(model)), jax.tree.leaves(params), strict=False)
     return {name: x for spec, array in leaves for name, x in spec.split(np.asarray(array)).items()}

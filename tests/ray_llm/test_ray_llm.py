@@ -1,4 +1,4 @@
-"""Two workers of two devices each give what one LLM gives, whatever happens to them."""
+"""Two workers of two devices each give one LLM's results, also if workers die."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,7 @@ def ray():
 
 @pytest.fixture(scope="module")
 def both(ray, checkpoints):
-    """An LLM, and two workers."""
+    """An LLM, and a `RayLLM` with two workers."""
     target = checkpoints.target()
     folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
@@ -71,7 +71,7 @@ def use(single, weights):
 
 
 async def stream(workers, prompt, params, at=None, then=None):
-    """All outputs. After `at` tokens, call `then`."""
+    """Return all outputs of a stream. After `at` tokens, call `then`."""
     outputs, num_tokens = [], 0
     async for output in workers.generate_stream(prompt, params):
         outputs.append(output)
@@ -108,7 +108,10 @@ def test_a_batch_is_that_of_one_llm(workers, single, ragged_prompts):
 
 
 def test_workers_that_are_killed_in_the_middle_of_streams(ray, workers, single):
-    """Requests continue after what was shown, also their logprobs; those of two samples repeat."""
+    """Requests continue after the shown tokens, with log-probabilities.
+
+    Requests with two samples start again.
+    """
 
     def kill():
         for worker in workers._pool.workers:
@@ -157,7 +160,7 @@ def test_weights_reach_all_workers_and_say_their_version(ray, workers, single):
     assert workers.versions() == [0, 0]
 
     async def update_meanwhile():
-        """While requests run, whose later tokens come from the new weights."""
+        """Update weights while requests run. Their later tokens come from the new weights."""
         calls = [stream(workers, [1, 2, 3], LONG) for _ in range(4)]
         runs = asyncio.gather(*calls)
         await asyncio.sleep(0.05)

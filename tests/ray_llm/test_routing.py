@@ -1,4 +1,4 @@
-"""What a `RayLLM` makes of what workers send, and of workers that die. No worker is real."""
+"""How a `RayLLM` joins the outputs of workers, and replaces dead workers. No worker is real."""
 
 import asyncio
 from types import SimpleNamespace
@@ -15,7 +15,10 @@ PARAMS = SamplingParams(max_tokens=9, seed=0)
 
 
 def output(*samples, finished=False):
-    """What samples gain, a list of tokens or None each; their text is of the same digits."""
+    """Return an output in which each sample gains these tokens (None: nothing).
+
+    The text of a token is its number.
+    """
     reason = "length" if finished else None
     gained = [
         CompletionOutput(i, "".join(map(str, tokens)), list(tokens), None, None, reason, None)
@@ -26,11 +29,11 @@ def output(*samples, finished=False):
 
 
 class TaskError(Exception):
-    """As Ray's `RayTaskError`; these workers raise its cause."""
+    """An error like Ray's `RayTaskError`. The workers raise its cause."""
 
 
 class Workers:
-    """Stands in for the pool. `plan` has what the next streams yield or raise, one list each."""
+    """A fake pool. `plan` has a list for each stream: the outputs or errors that it gives."""
 
     deaths = (ConnectionError, WorkerFailed)
 

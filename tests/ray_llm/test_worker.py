@@ -1,4 +1,4 @@
-"""What a worker of a `RayLLM` does, without Ray and on a simulated device."""
+"""The worker of a `RayLLM`, without Ray and on a simulated device."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ LONG = SamplingParams(max_tokens=40, seed=3, logprobs=1, ignore_eos=True)
 
 
 class SlowScript(HashScript):
-    """An engine with it has not ended when its caller has seen a few tokens."""
+    """A slow script, so that a request is still running when its caller has some tokens."""
 
     def following(self, *arguments):
         """See `Script`."""
@@ -31,7 +31,7 @@ class SlowScript(HashScript):
 
 @pytest.fixture
 def make(letters):
-    """A function that makes a worker, which ends with the test."""
+    """Return a function that makes a worker. The workers end with the test."""
     made = []
 
     def make(weights=None, version=0, corpora=MappingProxyType({}), **options):
@@ -80,7 +80,7 @@ def test_a_request_goes_on_where_another_worker_left_it(make):
 
 
 def test_weights_change_between_two_steps(make):
-    """Tokens of a simulated device hang on the weights."""
+    """Tokens of this simulated device depend on the weights."""
     worker = make()
     old = asyncio.run(outputs_of(worker))[-1]
     new = target_of(worker, 1.5)

@@ -1,4 +1,4 @@
-"""Rollout engines on one tiny target and its head, whichever device they run on."""
+"""Rollout engines with a tiny target and head, on a real or simulated device."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -33,9 +33,9 @@ def speculation(checkpoints, target) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def build(target, speculation) -> Iterator[Callable[..., RolloutEngine]]:
-    """Engines over the target, or over a folder, closed at the end of the module.
+    """Return a function that makes engines, which are closed at the end of the module.
 
-    Those that draft report raw log-probabilities as well, and others do not: to have both of each
+    Only engines with drafts report raw log-probabilities: both variants of both kinds of engines
     would compile everything twice.
     """
     engines: list[RolloutEngine] = []
@@ -73,14 +73,14 @@ def engine(shared_engine, original) -> Iterator[RolloutEngine]:
 
 @pytest.fixture(scope="module")
 def one_step() -> Iterator[None]:
-    """Distillers of equal settings share a compiled step."""
+    """Let distillers with equal settings share a compiled step."""
     with shared_steps():
         yield
 
 
 @pytest.fixture
 def prompts(ragged_prompts) -> list[list[int]]:
-    """As many as a distiller's batch has rows."""
+    """As many prompts as a distiller's batch has rows."""
     return ragged_prompts(*LENGTHS, vocab_size=VOCAB)
 
 

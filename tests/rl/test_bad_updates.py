@@ -1,4 +1,4 @@
-"""Weights that do not fit are refused by name, and rollouts go on as before; simulated."""
+"""Weights that do not fit are refused by name, and rollouts continue; simulated."""
 
 import math
 import warnings
@@ -49,7 +49,7 @@ def unchanged(engine):
 
 
 class Elsewhere:
-    """A tensor of a library whose memory JAX does not reach."""
+    """A tensor of a library whose memory JAX cannot access."""
 
     shape, dtype = (32,), "float32"
 

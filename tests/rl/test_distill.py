@@ -1,4 +1,4 @@
-"""Refits: the step is optax's on the current target's features, and a drafter catches up by it."""
+"""Refits take optax's steps on the current target's features, and restore acceptance."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ METHODS = (
 
 @pytest.fixture
 def open_engine(checkpoints, build, target, module):
-    """Engines on tiny checkpoints, by method of drafting."""
+    """Return a function that makes an engine with a drafting method, on tiny checkpoints."""
 
     def open_one(method):
         config, folder = {"method": method, "num_speculative_tokens": K}, target.folder
@@ -79,7 +79,7 @@ def test_a_refit_learns_and_changes_no_output(open_engine, prompts, method):
 
 
 def batch_of(target, params, rollouts, aux_layers):
-    """All rollouts at once, with features of a forward without a cache."""
+    """Return a batch of all rollouts, with features of a forward pass without a cache."""
     pairs = [(one.prompt_token_ids, one.token_ids) for one in rollouts]
     documents = [Document(np.concatenate(pair), len(pair[0])) for pair in pairs]
     tokens, is_answer = padded_rows(documents, LENGTH)

@@ -1,4 +1,4 @@
-"""The demo targets learn another style of answer, and refits bring their drafters after them."""
+"""Demo targets learn another style of answers, and refits adapt their drafters."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ THINGS = "apples pencils marbles stickers coins books shells cards".split()
 
 
 def problems(seed, count):
-    """Questions with answers in a style that the demo models have not seen."""
+    """Return questions, with answers in a style that the demo models have not seen."""
     rng, found = np.random.default_rng(seed), []
     for _ in range(count):
         one, other = rng.choice(NAMES, 2, replace=False)
@@ -34,7 +34,7 @@ def problems(seed, count):
 
 
 def train_on(engine, pairs, steps):
-    """Supervised training of the engine's target; the new weights."""
+    """Train the engine's target on the pairs; return the new weights."""
     encode, optimizer = engine.tokenizer.encode, steady_adamw(5e-4, warmup=2)
     texts = [np.array([*encode(q + a), *engine.eos_ids], np.int32) for q, a in pairs]
     documents = [Document(tokens, 0) for tokens in texts]

@@ -1,6 +1,6 @@
-"""Distillers take over what others gave the engine, go on from checkpoints, and say what is wrong.
+"""Distillers adopt new drafters, resume from checkpoints, and refuse wrong input.
 
-Their engines run on a simulated device, and what they score is made up; steps are real ones.
+Engines are simulated, with made-up scores. Training steps are real.
 """
 
 import weakref
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("simulated_device", "one_step")
 
 @pytest.fixture
 def open_engine(checkpoints):
-    """Engines on tiny checkpoints, by method of drafting; what they score is made up."""
+    """Return a function that makes an engine with a drafting method. Its scores are made up."""
     opened = []
 
     def open_one(method, **config):
@@ -57,12 +57,12 @@ def open_engine(checkpoints):
 
 
 def give_both(engine):
-    """Another drafter beside new weights of the target."""
+    """Replace the weights of the target and of the drafter."""
     engine.update_weights(moved(engine.params.target), drafter=moved(engine.params.drafter))
 
 
 def give_module(engine):
-    """Another drafter as part of the target's own checkpoint."""
+    """Replace the weights of the target and, in the same checkpoint, of its MTP module."""
     found = sorted(engine.folder.glob("*.safetensors"))
     tensors = {name: array for file in found for name, array in load_file(file).items()}
     engine.update_weights(moved(tensors))
@@ -95,7 +95,7 @@ def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
 
 @pytest.mark.parametrize("method, is_given", [("eagle", True), ("eagle3", False), ("mtp", False)])
 def test_a_restored_run_goes_on_bit_for_bit(open_engine, prompts, method, is_given, tmp_path):
-    """Also from a drafter that others gave, whose embedding is not trained."""
+    """The run may also start from a replaced drafter, whose embedding is not trained."""
     whole, halves, fresh = (open_engine(method) for _ in range(3))
     rollouts = whole.generate(prompts, SAMPLED)
     for engine in whole, halves:

@@ -1,4 +1,4 @@
-"""What is asked of a rollout engine, what it refuses, and what a batch of rollouts is."""
+"""Calls of a rollout engine, errors for wrong calls, and batches of rollouts."""
 
 from dataclasses import replace
 

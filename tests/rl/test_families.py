@@ -1,4 +1,4 @@
-"""Every family: weights under Hugging Face names, and exports, against transformers."""
+"""Every family: weights with Hugging Face names, and exports, compared with transformers."""
 
 from dataclasses import replace
 
@@ -46,7 +46,7 @@ CONFIGS = {
 
 
 def two_targets(checkpoints, kind):
-    """Two checkpoints of the same model that differ in every weight."""
+    """Return two checkpoints of the same model that differ in every weight."""
     return (
         checkpoints.target(kind, seed=seed, vocab_size=VOCAB, **CONFIGS.get(kind, {}))
         for seed in (0, 5)
@@ -56,8 +56,10 @@ def two_targets(checkpoints, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*MODELS, *WRAPPERS])
 def test_updates_and_exports(checkpoints, kind, tmp_path):
-    """Another checkpoint's weights, by their names, are what loading it gives; what is exported
-    then is that checkpoint to transformers."""
+    """An update with another checkpoint's tensors gives the same weights as loading it.
+
+    transformers reads the exported weights as that checkpoint.
+    """
     one, two = two_targets(checkpoints, kind)
     model, params = load_model(one.folder, FLOAT32)
     named = read_named(two.hf.state_dict(), params, "weights")
@@ -78,7 +80,7 @@ def test_updates_and_exports(checkpoints, kind, tmp_path):
 
 
 def write_new_head(kind, target, folder):
-    """A head with random weights, as `specjax train` begins with."""
+    """Write a new random head, as `specjax train` starts with."""
     model, _ = load_model(target, FLOAT32)
     sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K, draft_vocab_size=16)
     start = KINDS[kind].make(model, sizes, [Document(np.arange(VOCAB), 0)])
@@ -93,7 +95,7 @@ def write_new_head(kind, target, folder):
     [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash"), ("gemma3_text", "eagle3")],
 )
 def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
-    """Tokens are the target's with a head of its own shape, before an update and after it."""
+    """With a new head, tokens are the target's, before and after an update."""
     one, two = two_targets(checkpoints, kind)
     write_new_head(drafter, one.folder, tmp_path)
     speculation = {"method": drafter, "model": str(tmp_path), "num_speculative_tokens": K}

@@ -1,4 +1,4 @@
-"""Acceptance is told by the weights that it came under, and policies hear of new ones."""
+"""Acceptance is reported per weights version, and policies learn of new versions."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("simulated_device")
 
 
 def test_acceptance_falls_and_is_told_by_version(engine, original):
-    """As the counters of the engine have it, cut where the weights changed."""
+    """The report has the growth of the engine's counters between changes of weights."""
     engine.generate(PROMPTS, SAMPLED)  # which is of weights before
     engine.update_weights(original)
     first = engine.metrics()

@@ -1,4 +1,4 @@
-"""Weights as trainers have them: torch's parameters and their kin, buffers, heads, folders."""
+"""Weights in the forms of trainers: torch parameters and similar, buffers, heads, folders."""
 
 import logging
 
@@ -53,7 +53,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_of_torch(engine, hf, form):
-    """The same values as torch's own conversion gives."""
+    """Values are the same as after torch's own conversion."""
     given = {name: FORMS[form](x.detach()) for name, x in hf.named_parameters()}
     engine.update_weights(iter(given.items()))
     changed = engine.checksum()
@@ -126,7 +126,7 @@ def test_heads_that_one_side_ties(checkpoints, engine, hf):
 
 
 def save(kind, folder, engine, params, source):
-    """Weights as trainers save them; their folder."""
+    """Save weights as trainers do; return their folder."""
     state = nnx.state(PolicyModule(engine.target, params), nnx.Param)
     if kind == "hugging face":
         save_model(folder, engine.target, params, source)
@@ -158,7 +158,7 @@ def test_weights_in_a_folder(engine, own, target, tmp_path, kind):
 
 
 def test_a_part_of_a_folder(tmp_path):
-    """The parameters of a saved training state, which is a trainer's own model's."""
+    """The folder has the training state of a trainer's own model, and parameters are a part."""
     state = {"params": {"q": {"value": np.ones((2, 3), np.float32)}}, "opt": (np.zeros(2),)}
     folder = save_orbax(tmp_path / "saved", state)
     found = read_weights(folder, under="params")

@@ -1,4 +1,4 @@
-"""Rollouts drafted from earlier rollouts are what they would be without."""
+"""Rollouts drafted from earlier rollouts are the same as without a history."""
 
 import io
 import re
@@ -48,7 +48,7 @@ def engine(target):
 
 
 def test_ten_updates_with_and_without_a_history(target):
-    """On a real device, with weights that change a little."""
+    """The device is real, and weights change a little in each update."""
     history = RolloutHistory(window=2)
     with RolloutEngine(target.folder, speculative_config=CONFIG, **SIZES) as engine:
         weights, accepted = copied(engine.params.target), [0]
@@ -73,7 +73,7 @@ def test_ten_updates_with_and_without_a_history(target):
 
 
 def test_the_distribution_with_a_history(target):
-    """Second and third tokens, against the chances that transformers gives them."""
+    """Counts of second and third tokens are compared with transformers' probabilities."""
     history, prompt, temperature = RolloutHistory(), PROMPTS[2], 0.15
     with RolloutEngine(target.folder, speculative_config=CONFIG, **SIZES) as engine:
         rows = []
@@ -96,7 +96,7 @@ def test_the_distribution_with_a_history(target):
 
 
 def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
-    """Half of each group, and the last samples of the group before, whatever their lengths."""
+    """Half of each group reuses the last samples of the group before, whatever their lengths."""
     history = RolloutHistory()
     first = generate(engine, history, n=4)
     engine.update_weights(copied(engine.params.target))
@@ -115,8 +115,21 @@ def test_reused_noise_with_unchanged_weights_accepts_everything(engine):
     assert not any(one.reuses_noise for one in generate(engine, history))
 
 
+def test_a_whole_group_that_reuses_noise_never_has_new_noise(engine):
+    """With unchanged weights, all later groups repeat the first; larger groups add new noise."""
+    history, groups = RolloutHistory(), []
+    for n in 2, 2, 2, 3:
+        batch = generate(engine, history, n=n, reuse_noise=1.0)
+        groups.append({(one.prompt_index, one.seed): one.token_ids.tolist() for one in batch})
+        assert len(groups[-1]) == n * len(PROMPTS)
+        assert sum(one.reuses_noise for one in batch) == 2 * len(PROMPTS) * (len(groups) > 1)
+        engine.update_weights(copied(engine.params.target))
+    first, *later, largest = groups
+    assert all(one == first for one in later) and first.items() < largest.items()
+
+
 def test_workers_share_a_history(target, monkeypatch):
-    """Rollouts of either are drafts of both, under the noise that a single engine would have."""
+    """Rollouts of each worker are drafts of both. Noise is the noise of a single engine."""
     monkeypatch.setattr(ray_workers, "import_ray", lambda name: OneThread())
     options = {**SIZES, "speculative_config": CONFIG}
     params = SamplingParams(n=3, temperature=1.0, max_tokens=24, ignore_eos=True)
@@ -142,7 +155,7 @@ def test_workers_share_a_history(target, monkeypatch):
 
 
 def test_noise_is_not_reused_twice_at_a_time(engine):
-    """Neither by the same prompt given twice, nor by a fixed seed; nor from the same weights."""
+    """Noise is not reused if a prompt is given twice, for a fixed seed, or for equal weights."""
     history = RolloutHistory()
     generate(engine, history, seed=5)
     again = generate(engine, history, reuse_noise=1.0, seed=5)
@@ -155,7 +168,7 @@ def test_noise_is_not_reused_twice_at_a_time(engine):
 
 
 def test_a_repeated_prompt_is_drafted_whole(engine):
-    """Greedily, with the same weights: each round accepts all drafts but after its first token."""
+    """Greedily and with equal weights, all drafts are accepted after each round's first token."""
     history = RolloutHistory()
     first = outputs_of(generate(engine, history, temperature=0))
     before = counts_of(engine, "history")
@@ -203,7 +216,7 @@ def test_saving_and_loading(engine, tmp_path):
 
 
 def test_a_file_that_ends_anywhere(engine, tmp_path):
-    """What is whole is used, and anything else is reported, never by another kind of error."""
+    """Complete rollouts are used. Otherwise, the error is always the documented one."""
     history, path = RolloutHistory(), tmp_path / "cut"
     generate(engine, history, PROMPTS[2:], n=2, max_tokens=3)
     assert len(history.state()["tokens"]) == 2 * (len(PROMPTS[2]) + 3)

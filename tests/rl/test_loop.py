@@ -1,4 +1,4 @@
-"""What comes between the steps: pauses, aborts, updates, sleep and failures, from any thread."""
+"""Events between steps, from any thread: pauses, aborts, updates, sleep and failures."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ LONG = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
 
 @pytest.fixture
 def beside():
-    """Runs functions in other threads: beside(function, ...) -> a future."""
+    """Return a function that runs a function in another thread, and returns a future."""
     pool = ThreadPoolExecutor(4)
     yield pool.submit
     pool.shutdown(wait=False)  # a thread that hangs has failed its test already
@@ -26,7 +26,7 @@ def beside():
 
 @pytest.fixture
 def unhurried(engine, monkeypatch):
-    """Steps take as long as on a device, so that other threads come between them."""
+    """Make steps take as long as on a device, so that other threads run between them."""
     step = engine._engine.step
 
     def slow():
@@ -37,7 +37,7 @@ def unhurried(engine, monkeypatch):
 
 
 def read(stream, into, message):
-    """What a stream gives before it fails."""
+    """Append a stream's rollouts to `into`, until it fails with `message`."""
     with pytest.raises(RolloutError, match=message):
         for one in stream:
             into.append(one)
@@ -45,7 +45,7 @@ def read(stream, into, message):
 
 @pytest.mark.parametrize("pause", ["abort", "wait", "keep"])
 def test_an_update_by_another_thread(engine, original, unhurried, beside, pause):
-    """A trainer beside the thread that generates, again and again."""
+    """A trainer's thread updates weights again and again, while another thread generates."""
     first, updates = engine.version, 0
     running = beside(lambda: [engine.generate([*PROMPTS, *PROMPTS], LONG) for _ in range(3)])
     while not running.done():
@@ -62,7 +62,7 @@ def test_an_update_by_another_thread(engine, original, unhurried, beside, pause)
 
 
 def test_updates_of_many_threads(engine, hf, beside):
-    """Each sees whole weights, whatever others do at the time."""
+    """Each thread sees whole weights, whatever other threads do."""
     weights, first = {name: x.numpy() for name, x in hf.state_dict().items()}, engine.version
 
     def update():
@@ -85,7 +85,7 @@ def test_paused_and_resumed_by_another_thread(engine, beside):
 
 
 def test_generating_while_paused_by_oneself_loses_nothing(engine):
-    """It could never go on: an error, with what there was."""
+    """No thread could resume the engine, so the call raises an error with its rollouts so far."""
     stream = engine.stream(PROMPTS, lasting(2, 40, 40, 40))
     rollouts = [next(stream)]
     engine.pause()
@@ -104,7 +104,7 @@ def test_generating_while_paused_by_oneself_loses_nothing(engine):
 def test_a_device_that_fails_loses_nothing_and_every_caller_hears_of_it(
     engine, monkeypatch, beside
 ):
-    """Not only the one whose turn it was; whoever has all of its own hears nothing."""
+    """The error reaches all callers with unfinished rollouts, and no other caller."""
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -164,7 +164,7 @@ def test_waking_up_is_not_going_on_after_a_pause(engine):
 
 
 def test_a_stream_that_is_thrown_away_in_a_step(engine, monkeypatch):
-    """As the garbage collector may, in the thread that has the turn."""
+    """The garbage collector may do this in the thread that holds the lock."""
     streams = [engine.stream(PROMPTS, lasting(1, 40, 40, 40))]
     next(streams[0])
     step = engine._engine.step

@@ -1,4 +1,4 @@
-"""Models of flax nnx: policies that train by it, and states of others as checkpoints."""
+"""Flax nnx: training an engine's model, and converting other models' states to checkpoints."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def test_a_policy_gives_the_logits_of_transformers(checkpoints, kind):
 
 @pytest.mark.parametrize("kind, config", [("qwen2", {}), ("llama", {"tie_word_embeddings": True})])
 def test_a_policy_has_the_paths_and_arrays_of_the_engine(checkpoints, kind, config):
-    """Arrays of its own, which may be of another type."""
+    """The policy's arrays are copies, possibly of another dtype."""
     model, params = load(checkpoints.target(kind, vocab_size=VOCAB, **config))
     policy = PolicyModule(model, params)
     state = nnx.to_pure_dict(nnx.state(policy, nnx.Param))

@@ -46,7 +46,7 @@ def folder(checkpoints):
 
 @pytest.fixture(scope="module")
 def trained(folder, tmp_path_factory):
-    """The folder that a trainer saves: other weights of the same model."""
+    """A folder that a trainer saved: the same model with other weights."""
     model = describe_checkpoint(folder, read_config(folder))
     made, out = load_weights(folder, model, FLOAT32), tmp_path_factory.mktemp("trained") / "out"
     save_model(out, model, noisy(made, 1), folder)
@@ -60,7 +60,7 @@ def weights_of(folder, quantization):
 
 @pytest.mark.parametrize("bits", ["fp8", "int8", "int4"])
 def test_an_update_is_as_loading_the_new_weights(folder, trained, bits, caplog):
-    """Bit for bit, from a folder, from tensors, and from a plain tree; asleep or not."""
+    """Bits are equal for weights from a folder, tensors or a plain tree, awake or asleep."""
     caplog.set_level(logging.INFO, "specjax")
     expected = weights_of(trained, bits)
     tensors = read_weights(trained)
@@ -89,7 +89,7 @@ def test_an_update_is_as_loading_the_new_weights(folder, trained, bits, caplog):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_stored_form_is_as_exact_as_its_tool(checkpoints, rewrite_tensors, form):
-    """Merged projections too. Arrays keep shapes and dtypes; plain weights are the trainer's."""
+    """Merged projections, too. Arrays keep shapes and dtypes, and plain weights are not rounded."""
     target = checkpoints.target("llama", **WIDE)
     narrow = checkpoints.copy(target.folder, quantization_config=FORMS[form].config)
     errors = {}
@@ -124,7 +124,7 @@ def test_every_stored_form_is_as_exact_as_its_tool(checkpoints, rewrite_tensors,
 
 
 def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trained, tmp_path):
-    """And say that it is quantised. The weights are those of a trainer, after an update."""
+    """Rollouts also name the quantisation. The weights come from an update."""
     prompts = [[4, 9, 1], [7, 2, 2, 8]]
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=1, ignore_eos=True)
     with RolloutEngine(folder, quantization="int4", dtype="float32", **SIZES) as engine:
@@ -145,7 +145,7 @@ def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trai
 
 @pytest.mark.parametrize("kind, bits", [("llama", "fp8"), ("qwen3_moe", "int8")])
 def test_weights_that_are_divided_over_devices(checkpoints, tmp_path, kind, bits):
-    """Each device rounds its part; a folder of compressed-tensors is divided as it is stored."""
+    """Each device rounds its part. A folder of compressed-tensors is divided as it is stored."""
     source = checkpoints.target(kind).folder
     assert main(["quantize", str(source), str(tmp_path), "--quantization", bits]) == 0
     placement = Placement.on(*jax.devices()[:2])

@@ -1,4 +1,4 @@
-"""What workers fail at, with a Ray of one thread whose actors' engines fail on call."""
+"""Failures of workers, with a one-threaded fake of Ray whose engines fail on demand."""
 
 import sys
 import threading
@@ -62,7 +62,7 @@ def test_a_closed_one_says_so(failing):
 
 
 def facts_of(workers):
-    """What all workers have, and every one that replaces them would have."""
+    """Return the state of all workers. New workers must have the same state."""
     found = workers._pool.call_all("facts")
     for worker in workers._pool.workers:
         workers._pool._ray.kill(worker)

@@ -1,4 +1,4 @@
-"""Two workers on two cores give what one engine gives, whatever happens to them."""
+"""Two workers on two cores give the results of one engine, also if workers die."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def ray():
 
 @pytest.fixture(scope="module")
 def engines(ray, checkpoints):
-    """One engine and two workers, and the weights that all began with."""
+    """One engine, two workers, and their original weights."""
     target = checkpoints.target()
     folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
     config = {"method": "eagle3", "model": str(head), "num_speculative_tokens": K}
@@ -47,7 +47,7 @@ def original(engines):
 
 @pytest.fixture
 def single(engines, original):
-    """One engine as if it were new, but for its version."""
+    """The single engine, reset to its original state except for its version."""
     engine, workers, _ = engines
     engine.update_weights(original, max(engine.version, workers.version) + 1)
     engine._starts.num_prompts = 0
@@ -56,7 +56,7 @@ def single(engines, original):
 
 @pytest.fixture
 def workers(engines, single, original):
-    """Two workers as if they were new, with the version of `single`."""
+    """The two workers, reset to their original state, with the version of `single`."""
     workers = engines[1]
     workers.update_weights(original, single.version)
     workers._num_prompts = 0

@@ -1,6 +1,6 @@
-"""Log-probabilities and features are those of transformers' forward over the finished text.
+"""Log-probabilities and features equal those of transformers' forward pass over the text.
 
-It runs by the weights that drew the text; `support.asked.Asked` shapes its distributions.
+transformers has the weights that generated the text. `support.asked.Asked` applies the options.
 """
 
 from dataclasses import replace
@@ -31,7 +31,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_log_probabilities_are_those_of_the_trainers_own_forward(engine, hf, asked, shape):
-    """Under temperature, top-p, top-k and the rest; as they are drawn, and scored afterwards."""
+    """With temperature, top-p, top-k and so on; when tokens are drawn, and when they are scored."""
     engine.update_weights(changed(hf, 5))
     params = SamplingParams(n=2, max_tokens=20, **shape)
     batch = engine.generate(PROMPTS, params)
@@ -61,7 +61,7 @@ def test_raw_ones_only_if_asked_for(build):
 
 
 def test_features_are_the_targets_states(engine, hf):
-    """The states after the norm give transformers' logits; the auxiliary ones are its own."""
+    """States after the norm give transformers' logits. Auxiliary states are also transformers'."""
     import torch
 
     batch = engine.generate(PROMPTS, SAMPLED)
@@ -89,7 +89,7 @@ def test_nothing_is_scored_of_nothing(engine):
 
 
 def test_scores_of_a_prompt_that_is_cached(engine):
-    """Pages of the prompt are found, and change nothing."""
+    """Cached pages of the prompt are used, and scores do not change."""
     prompt, output = list(range(1, 25)), [3, 1, 4, 1, 5]
     (first,) = engine.score([(prompt, output)])
     before = engine.metrics().prefix_cache_hits

@@ -1,4 +1,4 @@
-"""Sleep frees the device's memory, and rollouts are none the wiser."""
+"""Sleep frees the device's memory, and does not change rollouts."""
 
 import gc
 from dataclasses import replace
@@ -15,7 +15,7 @@ def live_bytes():
 
 
 def weight_bytes(engine):
-    """Of the weights, and of the form by which a CPU multiplies."""
+    """Return the bytes of the weights, and of their form for multiplication on a CPU."""
     both = *jax.tree.leaves(engine.params), *engine._engine.programs._weights
     return sum({id(x): x.nbytes for x in both}.values())
 
@@ -39,7 +39,7 @@ def test_sleeping_changes_nothing_and_frees_memory(build, level):
 
 
 def test_asleep_in_the_middle(engine, original):
-    """Rollouts wait, and are those of an engine that did not; weights may change meanwhile."""
+    """Rollouts wait, and do not change. Weights may be updated during the sleep."""
     params = [replace(one, seed=one.max_tokens) for one in lasting(2, 40, 39, 38)]
     expected = engine.generate(PROMPTS, params)
     stream = engine.stream(PROMPTS, params)

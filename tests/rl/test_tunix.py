@@ -1,4 +1,4 @@
-"""Tunix's configs, tokenizers and calls, as requests of an engine on a simulated device."""
+"""Tunix's configs, tokenizers and calls become requests of an engine on a simulated device."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ UNSIZED = {name: value for name, value in SIZES.items() if name != "max_model_le
 
 @pytest.fixture(scope="module")
 def open_rollout(target):
-    """Makes rollout engines, whose lengths come from the config."""
+    """Return a function that makes rollout engines. Their maximum lengths come from the config."""
     opened = []
 
     def make(*arguments, **options):
@@ -44,7 +44,10 @@ def test_logprobs_are_there_if_asked_for(rollout):
     "make", [lambda i: i, lambda i: jax.random.key(i), lambda i: jax.random.PRNGKey(i), None]
 )
 def test_a_seed_fixes_a_run_whose_samples_all_differ(open_rollout, make):
-    """Two micro batches of a step and then another step; without a seed it is the engine's."""
+    """A run has two micro batches of a step, then another step.
+
+    The default is the engine's seed.
+    """
 
     def run(number):
         seed, own = (None, number) if make is None else (make(number), 0)
@@ -59,7 +62,7 @@ def test_a_seed_fixes_a_run_whose_samples_all_differ(open_rollout, make):
 
 
 def test_a_history_changes_no_rollout(open_rollout):
-    """It is drafted from, over calls and updates of the weights."""
+    """The history gives drafts, over several calls and updates of the weights."""
     suffix, greedy = {"method": "suffix", "num_speculative_tokens": 3}, []
     for history in None, RolloutHistory():
         new = open_rollout(speculative_config=suffix, history=history)
@@ -117,7 +120,7 @@ def test_calls_that_cannot_be_served(rollout):
 
 @dataclass(frozen=True, kw_only=True)
 class Strict(Config):
-    """A config without defaults."""
+    """A config with a field that has no default."""
 
     name: str
 

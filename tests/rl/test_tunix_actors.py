@@ -1,4 +1,4 @@
-"""The parameters of Tunix's actors become the engine's, whatever class they are of."""
+"""Parameters of Tunix's actors become the engine's, for every class of actor."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("simulated_device")
 
 @pytest.fixture(scope="module")
 def tied(checkpoints):
-    """A target whose embeddings are its head, as the actor below has it, and one like it."""
+    """Two targets of the same sizes, whose output head is the embedding, as in the actor below."""
 
     def make(seed):
         return checkpoints.target(vocab_size=VOCAB, tie_word_embeddings=True, seed=seed)
@@ -29,7 +29,7 @@ def load(files):
 
 
 def nodes(tree):
-    """Modules whose attributes are parameters."""
+    """Return nnx modules whose attributes are the parameters in `tree`."""
     if not isinstance(tree, dict):
         return nnx.Param(jnp.asarray(tree))
     if 0 in tree:
@@ -41,14 +41,14 @@ def nodes(tree):
 
 
 class Llama3(nnx.Module):
-    """Parameters under the names and in the shapes of Tunix's class."""
+    """A module with the parameter names and shapes of Tunix's class."""
 
     def __init__(self, folder):
         for name, child in tunix_tree(folder).items():
             setattr(self, name, nodes(child))
 
     def adapt(self, rank):
-        """Add adapters on q."""
+        """Add LoRA adapters to the query projections."""
         rng = np.random.default_rng(0)
         for layer in self.layers:
             q = layer.attn.q_proj

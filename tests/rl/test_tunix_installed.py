@@ -1,6 +1,6 @@
-"""The adapter against Tunix itself, where it is installed.
+"""The adapter together with Tunix itself, if Tunix is installed.
 
-pip install --no-deps google-tunix jaxtyping wadler-lindig immutabledict
+To install: pip install --no-deps google-tunix jaxtyping wadler-lindig immutabledict
 """
 
 import importlib
@@ -30,7 +30,7 @@ KINDS = [
 
 @pytest.fixture
 def tunix():
-    """Tunix's own base_rollout; its package imports far more, so it is stood in for."""
+    """Tunix's own base_rollout. The package around it is a stub, because it imports much more."""
     spec = importlib.util.find_spec("tunix")
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("google-tunix is not installed")
@@ -48,7 +48,7 @@ def tunix():
 
 @pytest.fixture
 def promotes():
-    """Tunix's models rely on the dtypes and ranks that JAX guesses by default."""
+    """Allow JAX's default promotion of dtypes and ranks, which Tunix's models need."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -68,7 +68,7 @@ def test_tunix_takes_it_for_one_of_its_own(tunix, target):
 
 
 def tunix_actor(files, module, name):
-    """Tunix's model with random parameters, in the sizes of a tiny checkpoint."""
+    """Return Tunix's model with random parameters, in the sizes of a tiny checkpoint."""
     models = importlib.import_module(f"tunix.models.{module}.model")
     sizes = dict(num_layers=2, embed_dim=32, hidden_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
     config = models.ModelConfig(

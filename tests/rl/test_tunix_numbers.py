@@ -1,4 +1,4 @@
-"""Tunix gets the tokens and log-probabilities of its actor, as transformers has them."""
+"""Tunix gets the tokens and log-probabilities that transformers computes for its actor."""
 
 from dataclasses import fields, replace
 

@@ -1,4 +1,4 @@
-"""Turns: one at a time, for everyone, with waiting in between."""
+"""`Turns`, a fair lock: one thread at a time, every thread in turn, and waiting."""
 
 import threading
 import time
@@ -7,7 +7,7 @@ from specjax.rl.turns import Turns
 
 
 def test_a_loop_lets_others_in():
-    """A plain lock would nearly always go back to the loop."""
+    """With a plain lock, the loop would nearly always get the lock again."""
     turns, stop = Turns(), threading.Event()
 
     def loop():
@@ -28,7 +28,7 @@ def test_a_loop_lets_others_in():
 
 
 def test_one_at_a_time_and_nothing_is_missed():
-    """Four threads pass a number on; each waits for its own to come up."""
+    """Four threads count up in turn; each waits for its next number."""
     turns, number, seen, inside = Turns(), [0], [], [0]
 
     def take(mine):

@@ -1,4 +1,4 @@
-"""New weights, in whatever form a trainer has them: taken as they are, or not at all."""
+"""New weights in any form that trainers use: accepted unchanged, or refused."""
 
 import copy
 from dataclasses import replace
@@ -26,7 +26,7 @@ from specjax.rl.weights import paths, stage_drafter
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_weights_under_hugging_face_names(build, checkpoints, module, compilations, kind):
-    """A state_dict of transformers, an MTP module's tensors among them where there is one."""
+    """The weights are a transformers state_dict, with an MTP module's tensors if it has any."""
     hf = copy.deepcopy(checkpoints.target(kind, vocab_size=VOCAB).hf)
     weights = changed(hf, 1)
     if kind == "llama":
@@ -52,7 +52,7 @@ def test_weights_under_hugging_face_names(build, checkpoints, module, compilatio
 
 
 def test_weights_of_other_types_and_places(engine, original):
-    """As trainers keep and offload them."""
+    """Trainers may keep weights in other dtypes, or in host memory."""
     device = jax.devices()[0]
     host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
     for seed, dtype, place in (11, np.float32, host), (12, jnp.bfloat16, host), (13, "f2", device):
@@ -121,7 +121,7 @@ def test_a_draft_vocabulary_is_compiled_in(engine, speculation):
 def test_looking_for_bad_values_compiles_nothing(
     engine, target, original, compilations, monkeypatch
 ):
-    """On an accelerator: the engine's own shapes were looked at when they were loaded."""
+    """On an accelerator, the check's programs were compiled when the weights were loaded."""
     monkeypatch.setattr(finite, "_is_near", lambda _: False)
     load_model(target.folder, np.dtype(np.float32))
     with compilations.none_expected():
@@ -130,7 +130,7 @@ def test_looking_for_bad_values_compiles_nothing(
 
 @pytest.mark.parametrize("method", ["p_eagle", "dflash", "medusa", "draft_model"])
 def test_the_tensors_of_a_drafters_file_are_its_weights(checkpoints, method):
-    """By their published names; a vocabulary beside them must be the one that is compiled in."""
+    """Tensors have their published names. A draft vocabulary among them must be unchanged."""
     dtype, folder = np.dtype("float32"), llama(checkpoints).folder
     head = llama(checkpoints, seed=1).folder
     if method != "draft_model":

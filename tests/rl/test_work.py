@@ -1,4 +1,4 @@
-"""A queue whose workers die at random still has every place done once."""
+"""A queue with randomly dying workers does each place of work exactly once."""
 
 import random
 
@@ -21,7 +21,7 @@ def take_all(work):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("has_deadly", [False, True])
 def test_every_place_is_done_once_whoever_dies(seed, has_deadly):
-    """Workers die by chance, or at one place, which is named once what runs has ended."""
+    """Workers die at random, or at one place, which is reported after running work has ended."""
     chance = random.Random(seed)
     count, num_workers = chance.randrange(1, 30), chance.randrange(1, 6)
     work = work_of(count, chance.randrange(1, 8), max_deaths=3 if has_deadly else 1000)

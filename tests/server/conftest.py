@@ -1,13 +1,16 @@
-"""One tiny model on a simulated device behind one server for the tests of a module."""
+"""Tiny models with a chat template, and a server of one on a simulated device."""
 
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engines import ANY_SHAPES
+from support.checkpoints import Checkpoints
+from support.engines import ANY_SHAPES, make_llm
 from support.scripts import TextScript
+from support.shared_models import eagle3, llama, of_few_words
 from support.texts import simulated_llm
 
 from specjax import LLM
@@ -20,12 +23,31 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
 TEMPLATE += "{% if add_generation_prompt %}answer:{% endif %}"
 
 
+def with_chats(checkpoints: Checkpoints, folder: Path) -> Path:
+    """Return a copy of a target with a tokenizer of letters and a chat template."""
+    made = checkpoints.with_letters(folder)
+    (made / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    return made
+
+
 @pytest.fixture(scope="session")
 def chat_folder(checkpoints):
-    """A target with a tokenizer of letters and a chat template."""
-    folder = checkpoints.with_letters(checkpoints.target("llama", eos_token_id=5).folder)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
+    """A target for a simulated device."""
+    return with_chats(checkpoints, checkpoints.target("llama", eos_token_id=5).folder)
+
+
+@pytest.fixture(scope="session")
+def real_folder(checkpoints):
+    """A target for a real device."""
+    return with_chats(checkpoints, of_few_words(checkpoints, llama(checkpoints).folder))
+
+
+@pytest.fixture(scope="module")
+def real(real_folder, checkpoints) -> Iterator[LLM]:
+    """An LLM on a real device, with drafts, of which some are accepted."""
+    head = of_few_words(checkpoints, eagle3(checkpoints).folder)
+    with make_llm(real_folder, "eagle3", head) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")

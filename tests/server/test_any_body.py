@@ -1,4 +1,4 @@
-"""Whatever a body holds, the answer is an answer or an error that is the client's fault."""
+"""For any body, the server gives an answer, or an error that is the client's fault."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -44,7 +44,7 @@ LIKELY = {  # so that many bodies get as far as the engine
 
 @st.composite
 def requests(draw):
-    """A path, and a body with some of its fields, likely values or any."""
+    """Draw a path, and a body in which some fields have likely or arbitrary values."""
     path = draw(st.sampled_from(sorted(KINDS)))
     fields = KINDS[path].__struct_fields__
     names = draw(st.lists(st.sampled_from([*fields, "unknown"]), max_size=5, unique=True))

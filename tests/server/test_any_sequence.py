@@ -1,14 +1,13 @@
-"""Whatever a trainer's doors are called with, and in whatever order, the engine lives on."""
+"""The engine survives any sequence of calls of the trainer's endpoints."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save
-from support.engines import VOCAB, assert_idle, make_llm
+from support.engines import assert_idle
 from support.http import JSON, Served, served
 
 from specjax.server.rl_doors import RL_ROUTES
@@ -20,16 +19,9 @@ NOBODY_WRONG = {200, 400, 408, 413, 415, 422, 429}
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints) -> Path:
-    return checkpoints.target("llama", vocab_size=VOCAB).folder
-
-
-@pytest.fixture(scope="module")
-def server(folder, checkpoints) -> Iterator[Served]:
-    head = checkpoints.eagle3(checkpoints.target("llama", vocab_size=VOCAB)).folder
-    with make_llm(folder, "eagle3", head) as llm:
-        with served(llm, rl=True, rl_weights_root=str(folder.parent)) as running:
-            yield running
+def server(real, real_folder) -> Iterator[Served]:
+    with served(real, rl=True, rl_weights_root=str(real_folder.parent)) as running:
+        yield running
 
 
 NUMBERS = st.integers(-2, 9) | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -50,7 +42,7 @@ QUERIES = {  # likely ones
 
 @st.composite
 def calls(draw, data: dict[str, bytes]):
-    """The method, path, body and headers of a call."""
+    """Draw the method, path, body and headers of a call."""
     kind = draw(st.integers(0, 9))
     if kind < 2:
         return "POST", COMPLETIONS, ASKED | {"stream": bool(kind)}, JSON
@@ -68,8 +60,8 @@ def calls(draw, data: dict[str, bytes]):
     return method, path, data[draw(st.sampled_from(sorted(data)))], FILE
 
 
-def test_no_order_of_calls_kills_the_engine(server, folder):
-    tensors = load_file(folder / "model.safetensors")
+def test_no_order_of_calls_kills_the_engine(server, real_folder):
+    tensors = load_file(real_folder / "model.safetensors")
     half = len(tensors) // 2
     data = {
         "whole": save(tensors),
@@ -83,7 +75,7 @@ def test_no_order_of_calls_kills_the_engine(server, folder):
     def send(call) -> int:
         method, path, body, headers = call
         if isinstance(body, dict) and body.get("update_info") == {"path": OWN}:
-            body = {"update_info": {"path": folder.name}}
+            body = {"update_info": {"path": real_folder.name}}
         return server.send(method, path, body, headers).status
 
     @settings(max_examples=15, deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""What attacks get, as docs/security.md says: its table must have a row for each of them."""
+"""Answers to attacks, as in the table of docs/security.md, which must list each of them."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ SCHEMA = b'{"prompt": "a", "structured_outputs": {"json": %s}}'
 
 
 def nested(depth: int) -> bytes:
-    """A JSON schema of objects in objects."""
+    """Return a JSON schema of nested objects."""
     return b'{"type": "object", "properties": {"a": ' * depth + b"{}" + b"}}" * depth
 
 
@@ -81,7 +81,7 @@ def attacked(llm):
 
 
 def told(name: str) -> str:
-    """The answer to an attack that the page tells."""
+    """Return the answer to an attack in the page's table."""
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", PAGE.read_text(), re.MULTILINE))
     return rows[name]
 
@@ -98,7 +98,7 @@ def test_bodies(attacked, name):
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
-    """What the server sends until it closes the connection, or for three seconds."""
+    """Send `parts`; return what the server sends before it closes, or within three seconds."""
     with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
         received = b""
         try:
@@ -143,7 +143,7 @@ def test_a_request_that_never_comes(attacked):
 
 
 def test_texts_that_take_long_hold_nobody(llm):
-    """They are read one after the other, and some may wait; then they are refused."""
+    """Long texts are tokenized one at a time. Some may wait, and further ones are refused."""
     encode, slow = type(llm.tokenizer).encode, threading.Event()
 
     def wait(self, text, **options):
@@ -182,7 +182,7 @@ def test_bodies_that_fill_the_memory(llm):
 
 
 def test_many_small_values_are_not_visited_while_they_are_made(attacked):
-    """Otherwise, Python 3.11 collects garbage 200 times, each time from all the new objects."""
+    """Otherwise, Python 3.11 would collect garbage 200 times, over all new objects each time."""
     given, begun = b'{"prompt": "a", "max_tokens": 1, "x": [' + b"[]," * 199_999 + b"[]]}", []
 
     def note(phase, info):
@@ -210,7 +210,7 @@ def test_a_template_that_takes_too_long(llm):
 
 
 class Watched(Connection):
-    """A connection whose answers do not fit in the system's buffers."""
+    """A connection with system buffers that are too small for its answers."""
 
     ended: list[object] = []
 
@@ -224,7 +224,7 @@ class Watched(Connection):
 
 
 def test_answers_that_nobody_reads(llm, monkeypatch):
-    """The connection ends, and with it the memory of the answer, which is complete."""
+    """The connection ends, which also frees the memory of the completed answer."""
     monkeypatch.setattr("specjax.server.run.Connection", Watched)
     data = body(n=64, max_tokens=200, ignore_eos=True)
     with served(llm, limits=Limits(max_stall_seconds=0.5)) as server, socket.socket() as one:
@@ -238,7 +238,7 @@ def test_answers_that_nobody_reads(llm, monkeypatch):
 
 
 def test_a_request_behind_a_large_body_is_not_its_header(attacked, monkeypatch):
-    """A client may send its next request before it has the answer."""
+    """A client may send its next request before it has the answer to the first."""
     whole = POST.replace(b"Connection: close\r\n", b"") + b"Content-Length: 99\r\n\r\n"
     receive, parts = Connection.data_received, []
 

@@ -1,4 +1,4 @@
-"""The files in deploy/ name metrics, flags and paths that exist."""
+"""The metrics, flags and paths in the files in deploy/ exist."""
 
 import json
 import re
@@ -20,7 +20,7 @@ METRIC = re.compile(r"\b(?:vllm|specjax):\w+")
 
 
 def exposed(text: str) -> set[str]:
-    """The names of all series, of histograms without values, too."""
+    """Return the names of all series, including histograms without values."""
     names = set()
     for family in text_string_to_metric_families(text):
         names |= {sample.name for sample in family.samples}
@@ -42,7 +42,7 @@ def test_the_board_shows_metrics_that_the_server_has(simulated):
 
 
 def commands() -> dict[str, list[str]]:
-    """The command lines in the files, by file."""
+    """Return the command lines in the files, by file."""
     entry, default = (
         json.loads(re.findall(rf"^{word} (\[.*\])$", DOCKERFILE, re.M)[0])
         for word in ("ENTRYPOINT", "CMD")

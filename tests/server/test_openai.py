@@ -1,4 +1,4 @@
-"""OpenAI's own client against a server of the demo model, with drafts."""
+"""OpenAI's own client against a server of a real engine, with drafts."""
 
 import asyncio
 import json
@@ -7,22 +7,21 @@ import re
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel, Field
-from support.engines import assert_idle, make_llm
-from support.http import Served, served
+from support.engines import assert_idle
+from support.http import Served, served, until
 
 from specjax import SamplingParams
 
-MODEL = "demo-llama"
-PROMPT = "Question: Tom has 3 boxes of 12 eggs. How many eggs has he?\nAnswer:"
+MODEL = "few-words"
+PROMPT = "Tom has 3 boxes of 12 eggs. How many eggs has he?"
 HI = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
 @pytest.fixture(scope="module")
-def server():
-    with make_llm(MODEL, "eagle3", "demo-llama-eagle3") as llm:
-        options = {"per_request_spec_decode_metrics": "detailed"}
-        with served(llm, model=MODEL, enable_per_request_metrics=True, **options) as running:
-            yield running
+def server(real):
+    options = {"per_request_spec_decode_metrics": "detailed"}
+    with served(real, model=MODEL, enable_per_request_metrics=True, **options) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def client(server: Served):
 @pytest.mark.parametrize("options", [
     {"temperature": 0},
     {"temperature": 0.8, "seed": 11, "n": 3},
-    {"temperature": 0.9, "seed": 2**40, "stop": ["."], "extra_body": {"top_k": 20, "min_p": 0.01}},
+    {"temperature": 0.9, "seed": 2**40, "stop": ["."], "extra_body": {"top_k": 20, "min_p": 0.1}},
     {"temperature": 0, "extra_body": {"min_tokens": 20, "include_stop_str_in_output": True}},
 ], ids=str)  # fmt: skip
 def test_completions_are_those_of_generate(server, client, options):
@@ -52,7 +51,8 @@ def test_completions_are_those_of_generate(server, client, options):
 
 
 def test_a_streamed_chat_has_usage_and_counts_of_drafts(client):
-    options = {"model": MODEL, "messages": HI, "temperature": 0, "max_completion_tokens": 24}
+    options = {"model": MODEL, "messages": HI, "temperature": 1, "seed": 3}
+    options |= {"max_completion_tokens": 48}
     whole = client.chat.completions.create(**options)
     stream = client.chat.completions.create(
         **options, stream=True, stream_options={"include_usage": True}
@@ -61,7 +61,7 @@ def test_a_streamed_chat_has_usage_and_counts_of_drafts(client):
     texts = [event.choices[0].delta.content for event in events]
     assert "".join(texts) == whole.choices[0].message.content
     usage, found = last.usage, last.model_extra["metrics"]
-    assert not last.choices and usage.completion_tokens == whole.usage.completion_tokens <= 24
+    assert not last.choices and usage.completion_tokens == whole.usage.completion_tokens <= 48
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     assert usage.prompt_tokens_details.cached_tokens > 0  # of the first answer
     counts = found["speculative_decoding"]
@@ -165,14 +165,15 @@ def test_metrics_are_what_clients_counted(server, client):
             answers = await asyncio.gather(*calls)
             stream = await made(prompt=PROMPT, stream=True, **options)
             num_events = len([chunk async for chunk in stream])
-            leaving = await made(prompt=PROMPT, stream=True, **options | {"max_tokens": 100})
+            leaving = await made(prompt=PROMPT, stream=True, **options | {"max_tokens": 70})
             await anext(aiter(leaving))
             await leaving.close()
             return answers, num_events
 
     before = read()
     answers, num_events = asyncio.run(ask(6))
-    assert_idle_soon(server)
+    until(lambda: not (server.service.monitor.num_open or server.llm.engine.has_work))
+    assert_idle(server.llm)
     after = read()
 
     def gained(name, **labels):
@@ -191,13 +192,3 @@ def test_metrics_are_what_clients_counted(server, client):
     accepted = [gained("spec_decode_num_accepted_tokens_per_pos_total", position=i) for i in "012"]
     assert 0 < sum(accepted) == gained("spec_decode_num_accepted_tokens_total")
     assert gained("num_requests_running") == 0
-
-
-def assert_idle_soon(server):
-    import time
-
-    end = time.monotonic() + 30
-    while server.service.monitor.num_open or server.llm.engine.has_work:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert_idle(server.llm)

@@ -1,4 +1,4 @@
-"""The page at / in a browser, and the rounds in answers, by which it tells drafts from tokens."""
+"""The page at / in a browser, and the rounds in answers, which show accepted drafts."""
 
 import base64
 import re
@@ -45,7 +45,7 @@ def test_rounds_add_up_to_the_text_and_to_the_engines_counts(server):
 
 
 class Elements(HTMLParser):
-    """The texts of scripts and styles, and the names of all attributes."""
+    """The texts of scripts and styles in a page, and the names of all attributes."""
 
     def __init__(self, page):
         super().__init__()

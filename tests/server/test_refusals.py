@@ -1,4 +1,4 @@
-"""Bad requests are refused with a status and the field at fault, before the engine works."""
+"""Bad requests are refused before the engine works; errors have a status and the field."""
 
 import json
 
@@ -177,7 +177,7 @@ def test_paths_and_methods_that_there_are_not(server):
 
 
 def test_a_huge_value_gives_a_short_answer(server):
-    """The body must not come back, however often it is at fault."""
+    """The error does not repeat the body, however often the body is wrong."""
     answer = server.post(COMPLETIONS, {"prompt": "a", "stop": ["x" * 900] * 15 + [""] * 9000})
     assert answer.error == (400, "stop") and len(answer.body) < 1000
     answer = server.post(COMPLETIONS, {"prompt": "a", "model": "m" * 10**6})

@@ -1,4 +1,4 @@
-"""A trainer's doors: new weights count as a new engine's, and what is refused changes nothing."""
+"""The trainer's endpoints: new weights give a new engine's tokens; refused calls change nothing."""
 
 import json
 import shutil
@@ -45,7 +45,7 @@ SEEDS = (0, 1, 2)
 
 @pytest.fixture(scope="module")
 def folders(checkpoints) -> list[Path]:
-    """Targets of the same sizes with other weights; the server begins with the first."""
+    """Targets of equal sizes with different weights. The server starts with the first one."""
     return [checkpoints.target("llama", vocab_size=VOCAB, seed=seed).folder for seed in SEEDS]
 
 
@@ -57,7 +57,7 @@ def heads(checkpoints) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def known(folders, heads) -> Iterator[Any]:
-    """A function: the tokens of an engine built from folder number `i`."""
+    """A function that returns the tokens of an engine built from folder number `i`."""
     llms = [make_llm(folder, "eagle3", heads[0]) for folder in folders]
 
     def tokens(i: int, prompt: list[int] = PROMPT, count: int = GREEDY["max_tokens"]) -> list[int]:
@@ -86,7 +86,7 @@ def server(folders, heads, root) -> Iterator[Served]:
 
 
 def post(server: Served, path: str, body: Any = None, headers: Any = None) -> Any:
-    """What a door answers that must not refuse."""
+    """Return an endpoint's answer, which must not be an error."""
     given = {"content-type": "application/json"} if isinstance(body, dict) else {}
     answer = server.send("POST", path, body, headers or given)
     assert answer.status == 200, answer.body
@@ -99,7 +99,7 @@ def update(server: Served, i: int, **more: Any) -> int:
 
 
 def complete(server: Served) -> tuple[list[int], list[int]]:
-    """The tokens that the server gives, and the versions of their weights."""
+    """Return the tokens of a completion, and the versions of their weights."""
     answer = server.post(COMPLETIONS, BODY)
     (choice,) = answer.json["choices"]
     return choice["token_ids"], answer.json["weight_versions"]
@@ -136,7 +136,7 @@ def test_an_update_by_folder_file_or_parts_gives_the_tokens_of_a_new_engine(serv
 
 
 def test_a_quantised_engine_takes_plain_weights(checkpoints):
-    """It rounds them, and says to what. A file may be as large as the plain model in float32."""
+    """The engine rounds them, and reports the format. A file may have the plain float32 size."""
     wide = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192}
     first, second = (checkpoints.target("llama", **wide, seed=seed).folder for seed in (0, 1))
     with simulated_engines():
@@ -170,7 +170,7 @@ def test_draft_weights_have_a_door_of_their_own(server, heads):
 
 @contextmanager
 def half_way(server: Served, **fields: Any) -> Iterator[Any]:
-    """A stream of which a part has come; yields a function that reads the rest."""
+    """Yield a function that reads the rest of a stream. The first part has arrived already."""
     step = server.llm.engine.step
     with (
         patched(server.llm.engine, "step", lambda: time.sleep(0.004) or step()),
@@ -200,7 +200,7 @@ def half_way(server: Served, **fields: Any) -> Iterator[Any]:
 
 
 def assert_goes_on(known: Any, tokens: list[int], old: int, new: int) -> None:
-    """The first tokens are of the old weights, and the others what the new ones make of them."""
+    """Check that the first tokens come from the old weights, and the rest from the new ones."""
     pairs = zip(tokens, known(old), strict=True)
     count = next(i for i, (one, other) in enumerate(pairs) if one != other)
     rest = len(tokens) - count
@@ -296,7 +296,7 @@ def test_after_an_update_that_failed_half_way_nothing_runs_until_the_next(server
 
 
 def metrics_of(server: Served) -> Any:
-    """A function: the value of a metric, by its name and the last of its labels."""
+    """Return a function that returns the value of a metric, by its name and last label."""
     found = {}
     for family in text_string_to_metric_families(server.get("/metrics").body.decode()):
         for sample in family.samples:
@@ -342,7 +342,7 @@ def test_metrics_count_what_a_trainer_did(server):
 
 @pytest.fixture(scope="module")
 def bad(root, folders, checkpoints) -> Path:
-    """Folders that cannot be used, below the root and as links to what is outside."""
+    """Folders that cannot be used: damaged ones below the root, and links to outside."""
     (root / "out").symlink_to(folders[1])
     (root / "circle").symlink_to(root / "circle")
     (root / "linked").mkdir()

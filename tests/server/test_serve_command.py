@@ -1,4 +1,4 @@
-"""`specjax serve`: what is wrong is told in one line before a model is loaded; signals end it."""
+"""`specjax serve`: errors are one line, before a model is loaded; signals end the server."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def test_every_option_of_an_engine_is_a_flag():
 
 
 def read(text):
-    """The options of the engine, and the parsed arguments, of a command line."""
+    """Return the parsed arguments of a command line, and the engine's options."""
     args = build_parser().parse_args(respelled(shlex.split(text)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

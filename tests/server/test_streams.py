@@ -1,4 +1,4 @@
-"""Streams add up to whole answers, clients that leave or do not read hurt nobody, limits hold."""
+"""Streams add up to whole answers; clients that leave or do not read harm nobody; limits."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ LONG = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "temperature": 0
 
 @contextmanager
 def opened(server: Served, body: dict, *, buffer: int | None = None):
-    """A connection on which a request was sent, and nothing was read."""
+    """Open a connection, send a request, and read nothing."""
     data = json.dumps(body).encode()
     with socket.socket() as one:
         if buffer:
@@ -121,7 +121,7 @@ def test_a_requests_effort_comes_before_the_servers(simulated):
 
 
 def test_the_first_event_comes_with_the_first_token(server):
-    """Clients measure the time to the first token by it."""
+    """Clients measure the time to the first token by the first event."""
     chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "stream": True}
     with held(server.llm) as let_go, opened(server, chat) as one:
         until(lambda: server.llm.engine.has_work)
@@ -290,7 +290,7 @@ def test_keys_are_needed_where_anything_is_generated(simulated, tmp_path):
 
 
 def test_answers_have_the_ids_of_their_requests(simulated):
-    """Refusals, too; requests without an id get one."""
+    """Refusals have them, too. Requests without an id get a new one."""
     with served(simulated, enable_request_id_headers=True, api_key=("k",)) as server:
         for key, status in ("k", 200), ("x", 401):
             given = {"authorization": f"Bearer {key}"}

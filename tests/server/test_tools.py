@@ -1,4 +1,4 @@
-"""OpenAI's own client gets tool calls and reasoning, whole and in a stream; simulated."""
+"""OpenAI's own client gets tool calls and reasoning, whole or streamed; simulated."""
 
 import json
 
@@ -56,7 +56,7 @@ def test_a_whole_answer(client):
 
 
 def test_a_stream_adds_up(client):
-    """As the client's own accumulator sees it."""
+    """The client's own accumulator joins the stream."""
     options = {"stream_options": {"include_usage": True}}
     with client.chat.completions.stream(**GIVEN, tools=TOOLS, **options) as stream:
         reasoning = [

@@ -1,4 +1,4 @@
-"""Cards and drivers that cannot do what others can, pretended on a CPU."""
+"""GPUs and drivers with fewer abilities, simulated on a CPU."""
 
 import warnings
 
@@ -15,7 +15,7 @@ HALVES = "bfloat16", "float16"
 @pytest.mark.parametrize("stored", [*HALVES, "float32", "float8", None])
 @pytest.mark.parametrize("capability", [None, (7, 0), (7, 5), (8, 0), (9, 0)])
 def test_dtypes_by_device(stored, capability, monkeypatch):
-    """On a CPU, on cards without bfloat16, and on others."""
+    """On a CPU, on GPUs without bfloat16, and on other GPUs."""
     if capability is not None:
         monkeypatch.setattr(defaults, "device_defaults", lambda: DEFAULTS["gpu"])
         monkeypatch.setattr(defaults, "compute_capability", lambda: capability)
@@ -34,7 +34,7 @@ def test_dtypes_by_device(stored, capability, monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["auto", "triton"])
 def test_a_driver_that_refuses_a_kernel(kernels, monkeypatch):
-    """A CPU refuses all of Triton's: where they are asked for, plain JAX runs, with one warning."""
+    """A CPU cannot run Triton kernels. If they are requested, plain JAX runs, with one warning."""
     monkeypatch.setattr("pallas_kernels.dispatch.compute_capability", lambda: (9, 0))
     with pytest.warns(UserWarning, match=r"kernels=.+\(.+\); plain JAX runs") as seen:
         assert choose_kernels(kernels) == "reference"

@@ -1,4 +1,4 @@
-"""Corpora are drafted from while they are there, and refused where they make no sense."""
+"""Corpora give drafts until they are removed, and unusable ones are refused."""
 
 import asyncio
 import re
@@ -63,9 +63,10 @@ def test_bad_corpora_are_refused(llm, given, message):
 
 
 def test_counts_with_and_without_a_step_in_flight(checkpoints):
-    """The same in each run. Without a step in flight, the host knows the tokens of one round more.
+    """Counts are equal in each run.
 
-    So it may draft otherwise, unless the texts foretell these tokens, as here.
+    Without a step in flight, the host knows the tokens of one more round. So its drafts may differ,
+    unless the texts predict these tokens, as here.
     """
     prompts = random_prompts(20, 30, vocab_size=VOCAB)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

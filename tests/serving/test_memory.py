@@ -1,4 +1,4 @@
-"""What does not fit is refused before it is taken; what is left is read as the kernel has it."""
+"""Sizes that do not fit are refused before allocation. Free memory is read from the kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -72,7 +72,7 @@ def test_what_takes_the_memory_is_named(hybrid, monkeypatch):
 
 
 def needs_of(files):
-    """An engine's needs and its config; 4 requests of 8 pages."""
+    """Return an engine's needs, its config (4 requests of 8 pages) and its cache sizes."""
     target, _ = load_model(files.folder, np.dtype("float32"))
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     config = make_config(target, num_pages=None, page_size=8, dtype="float32", **sizes)
@@ -112,7 +112,7 @@ def test_pages_by_default(target, monkeypatch):
 
 
 def test_snapshots_by_default(hybrid, monkeypatch):
-    """Four per request; by halves, where they would take more than an eighth of what is left."""
+    """There are four per request, halved while they take over an eighth of the free memory."""
     needs, config, cache = needs_of(hybrid)
     assert config.num_snapshots == 1 and needs.snapshots == cache.per_slot > 0
 
@@ -127,7 +127,7 @@ def test_snapshots_by_default(hybrid, monkeypatch):
 
 
 def test_as_many_prompts_as_requests_are_found_again(hybrid):
-    """On a hybrid, where each needs a snapshot of its own."""
+    """In a hybrid model, each prompt needs a snapshot."""
     prompts = np.random.default_rng(0).integers(0, 9, (4, 50)).tolist()
     params = SamplingParams(temperature=0, max_tokens=2)
     with make_llm(hybrid.folder, max_num_seqs=4) as llm:
@@ -190,7 +190,7 @@ def test_defaults_by_device(target, monkeypatch):
 
 
 def test_as_many_requests_as_their_states_fit(monkeypatch):
-    """States and a quarter as many snapshots take at most half of what weights leave."""
+    """States and snapshots (a quarter as many) take at most half of the free memory."""
     gpu = DEFAULTS["gpu"]
     monkeypatch.setattr(memory, "device_defaults", lambda: gpu)
 
@@ -223,7 +223,10 @@ def test_params_of_a_model_value_are_finite(target, bad):
 
 
 def test_windows_have_what_is_in_use_and_other_layers_the_rest():
-    """4 requests of 8 pages of 8 tokens; half of a page's 100 bytes is of a window of 16 tokens."""
+    """4 requests have 8 pages of 8 tokens. Half of a page's 100 bytes is for window layers.
+
+    The window has 16 tokens.
+    """
     sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 8, "page_size": 8}
     config = EngineConfig(**sizes, num_pages=8, enable_prefix_caching=False)
     cache, windowed = CacheBytes(100, 0, ((16, 50),)), CacheBytes(50, 0, ((16, 50),))

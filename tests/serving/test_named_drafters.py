@@ -1,4 +1,4 @@
-"""The one notation for drafters, and the method that a checkpoint is for."""
+"""The notation for drafters, and the drafting method of a checkpoint."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ SHIPPED |= {"demo-llama-eagle1": "eagle", "demo-llama": "draft_model", "demo-qwe
 
 
 def test_the_method_is_that_of_the_checkpoint(checkpoints, target, tmp_path):
-    """Of what is published without weights, of the demos, and of heads whose weights alone tell."""
+    """For published configs, for demos, and for heads whose method only the weights show."""
     for name, method in PUBLISHED.items():
         assert find_method(CONFIGS / "drafters" / f"Llama-3.1-8B-{name}") == method, name
     for name, method in SHIPPED.items():
@@ -78,7 +78,7 @@ def test_a_path_may_have_the_sign_of_the_notation(tmp_path, checkpoints, target)
 
 
 def test_engines_find_the_method_as_well(monkeypatch):
-    """As in vLLM; the weights are not read."""
+    """As in vLLM, a config may omit the method. The weights are not read."""
     make_plan = Mock(side_effect=InterruptedError)
     monkeypatch.setattr("specjax.serving.assembly.make_plan", make_plan)
     with pytest.raises(InterruptedError):

@@ -17,7 +17,7 @@ SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "script": TextScript(V
 
 
 def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[Program]]:
-    """Outputs, of lengths that leave few requests at the end, and the programs that ran."""
+    """Generate outputs of increasing lengths; return them and the programs that ran."""
     ran, run = set(), llm.engine.programs.run
     params = [
         SamplingParams(temperature=0, max_tokens=5 * (i + 1), ignore_eos=True)
@@ -31,7 +31,7 @@ def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], se
 
 @pytest.mark.parametrize("method", [None, "ngram"])
 def test_steps_run_in_the_shapes_that_are_given(letters, ragged_prompts, method):
-    """Each is of use, none is compiled late, and outputs are those of the usual shapes."""
+    """All given shapes are used, none is compiled late, and outputs are unchanged."""
     prompts = ragged_prompts(40, 6, 5, 7, 4, 30, 3)
     # In any order, and more than once.
     given = {"decode_batches": [6, 2, 6], "prefill_shapes": [[3, 8], (1, 24)]}
@@ -51,7 +51,7 @@ def test_steps_run_in_the_shapes_that_are_given(letters, ragged_prompts, method)
 
 @pytest.mark.parametrize("make", [LLM, AsyncLLM, RolloutEngine])
 def test_options_that_are_not_there(letters, make, monkeypatch):
-    """A removed one says what does its work now, any other the nearest that there is."""
+    """For a removed option, the error names its replacement; for others, the nearest option."""
     monkeypatch.setattr(
         "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )

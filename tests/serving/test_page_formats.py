@@ -1,4 +1,4 @@
-"""What the options of pages mean, and the bytes that are planned for such pages."""
+"""The effects of options for pages, and the planned bytes of such pages."""
 
 import re
 
@@ -54,7 +54,7 @@ def test_names_are_formats(names, formats):
     ],
 )
 def test_skipped_layers_keep_their_dtype(skipped, kept, layer_kinds):
-    """A kind of which some layers are skipped becomes two; scales go with their layers."""
+    """If some layers of a kind are skipped, the kind is split in two. Scales follow the layers."""
     model = chosen("int8", skipped)[0].target
     assert model.kept_layers == kept and model.layer_kinds == layer_kinds
     kinds = model.with_pages(kept, tuple((i, 1.0) for i in range(4))).cache_kinds

@@ -1,13 +1,13 @@
-"""What rounds of speculation emit, counted: the distribution that the target's logits ask for.
+"""Tokens of speculative rounds are counted, and compared with the target's distribution.
 
-A toy target and drafter give logits by the last token. Requests with other seeds and other
-parameters run rounds of the real draws, edits and verdicts; the tokens they come to are compared
-with probabilities that loops and sorts in float64 make of the target's logits.
+A toy target and a toy drafter have logits that depend on the last token. Requests with different
+seeds and parameters run rounds with the real code for draws, edits and verification. Their tokens
+are compared with probabilities that loops and sorts compute from the target's logits in float64.
 
-What a test finds with probability .99, as the shift of a probability from one token to another in
-eight alike, for each kind of request by itself: .058 with 1,000 of a
-kind and a fixed seed, .025 with 10,000 and .009 with 80,000 whose seeds are new in every run.
-SPECJAX_TEST_SEED repeats a run whose seed was printed.
+A test detects with probability .99, for each kind of request, that one of eight equally likely
+tokens has gained probability from another. The gain is .058 with 1,000 requests of a kind and a
+fixed seed, .025 with 10,000, and .009 with 80,000 and new seeds in every run. SPECJAX_TEST_SEED
+repeats a run whose seed was printed.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ PROMPT, OUTPUT = [1, 4], [2]
 
 
 def params_of(vocab_size):
-    """What the requests of a run ask for, an equal part each."""
+    """Return the parameters of a run's requests. Each is used by an equal part of them."""
     common = {"max_tokens": None, "temperature": 0.8}
     return [
         SamplingParams(max_tokens=None),
@@ -66,9 +66,10 @@ def requests_of(vocab_size):
 
 
 def on_devices(function):
-    """Compile a function of logits; with a vocabulary of `SPLIT.total` tokens, for four devices.
+    """Compile a function of logits; for `SPLIT.total` tokens, compile it for four devices.
 
-    Each device then has its columns of the arrays and results whose last axis are tokens.
+    Each device then has its columns of all arrays and results whose last axis has a column per
+    token.
     """
 
     @partial(jax.jit, static_argnames=("method", "shares_noise", "is_greedy"))
@@ -103,7 +104,7 @@ def pad_columns(x, count):
 
 @on_devices
 def propose(vocabulary, table, tokens, lengths, requests, *, shares_noise, is_greedy):
-    """K drafts of the drafter's logits, as `ChainDrafter` draws them."""
+    """Draw K drafts from the drafter's logits, as `ChainDrafter` does."""
     vocab_size, rows = table.shape[1], jnp.arange(len(lengths))
     context = DraftContext(
         slots=rows,
@@ -144,7 +145,10 @@ def verify(vocabulary, draft, target, *, method):
 
 
 def tables_of(vocab_size):
-    """The target's logits after each of the contexts, peaked where there are many, and a guess."""
+    """Return the target's logits after each context, and the drafter's.
+
+    With a large vocabulary, the target's logits are peaked.
+    """
     rng = np.random.default_rng(vocab_size)
     logits = rng.normal(size=(NUM_CONTEXTS, vocab_size)) * 1.2
     logits -= 1.2 * np.log1p(
@@ -155,7 +159,7 @@ def tables_of(vocab_size):
 
 
 class Requests:
-    """Requests of each kind, `count` of them, that differ in their seeds, and what they drew."""
+    """`count` requests of each kind, with different seeds, and their tokens so far."""
 
     def __init__(self, vocab_size, count, first_seed):
         kinds = requests_of(vocab_size)
@@ -169,7 +173,7 @@ class Requests:
         self.stood = np.full(num_rows, K, np.int32)  # drafts of the last round
 
     def drawn(self):
-        """The first tokens [R, count, NUM_TOKENS] of each kind."""
+        """The first tokens of each kind's requests: [R, count, NUM_TOKENS]."""
         return self.tokens[:, 3 : 3 + NUM_TOKENS].reshape(-1, self.count, NUM_TOKENS)
 
 
@@ -178,14 +182,15 @@ def everything(rows, stood, drafts):
 
 
 def by_last_verdict(rows, stood, drafts):
-    """For half of the requests fewer once none has stood, as a policy may have it."""
+    """Limit the drafts of half of the requests after rounds without accepted drafts."""
     return np.where(rows % 2, np.minimum(1 + 2 * stood, K), K)
 
 
 def run(method, requests, tables, *, is_greedy, may_stand=by_last_verdict, num_tokens=NUM_TOKENS):
-    """Rounds until all requests have so many tokens: how many drafts stood in each, [rounds].
+    """Run rounds until all requests have `num_tokens` tokens.
 
-    Every step has as many rows, so that any number of requests is run by the same programs.
+    Return the number of accepted drafts of each round. Every step has the same number of rows, so
+    that all runs use the same programs.
     """
     stood, size = [], ROWS[tables[0].shape[1]]
     while len(waiting := np.flatnonzero(requests.lengths < 3 + num_tokens)):
@@ -196,7 +201,10 @@ def run(method, requests, tables, *, is_greedy, may_stand=by_last_verdict, num_t
 
 
 def step(method, requests, rows, tables, is_greedy, may_stand):
-    """A round of some requests: how many drafts of each stood. Rows may come up twice."""
+    """Run a round of some requests; return each one's number of accepted drafts.
+
+    A request may have several rows.
+    """
     target, guess = tables
     tokens, lengths = requests.tokens[rows], requests.lengths[rows]
     device = jax.tree.map(lambda x: x[rows], requests.device)
@@ -216,7 +224,7 @@ def step(method, requests, rows, tables, is_greedy, may_stand):
 
 
 def chains(one, table, depth, least, prefix=(), prob=1.0):
-    """Every chain of `depth` tokens likelier than `least`, with its probability."""
+    """Yield each chain of `depth` tokens with a probability above `least`, and the probability."""
     if len(prefix) == depth:
         yield prefix, prob
         return
@@ -228,7 +236,7 @@ def chains(one, table, depth, least, prefix=(), prob=1.0):
 
 @cache
 def joint_of(kind):
-    """Of all three tokens of a request of a small vocabulary, [V, V, V]."""
+    """Return the distribution [V, V, V] of a request's three tokens, for a small vocabulary."""
     joint, (target, _) = np.zeros((SMALL,) * NUM_TOKENS), tables_of(SMALL)
     for chain, prob in chains(requests_of(SMALL)[kind], target, NUM_TOKENS, least=0):
         joint[chain] = prob
@@ -236,7 +244,7 @@ def joint_of(kind):
 
 
 def check_all(drawn, kind, least):
-    """One, two and three tokens of a small vocabulary, and the last two whatever the first."""
+    """Test the counts of one, two and three tokens, and of the last two, for a small vocabulary."""
     joint, counts = joint_of(kind), np.zeros((SMALL,) * NUM_TOKENS)
     np.add.at(counts, tuple(drawn.T), 1)
     for others in (1, 2), 2, (), 0:
@@ -244,7 +252,7 @@ def check_all(drawn, kind, least):
 
 
 def check_likely(drawn, kind, vocab_size, least):
-    """One and two tokens; chains that would come up rarely count as one."""
+    """Test the counts of one and of two tokens. Rare chains are counted together."""
     one, (target, _) = requests_of(vocab_size)[kind], tables_of(vocab_size)
     for depth in 1, 2:
         likely = dict(chains(one, target, depth, least=LEAST / len(drawn)))
@@ -297,7 +305,7 @@ def test_more_rounds_of_new_seeds(record_property, vocab_size, count, method, is
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_of_the_target_itself_all_stand(method):
-    """Whatever requests ask of their logits: drafts are edited as their tokens will be."""
+    """The drafter's logits are the target's, and drafts are edited like tokens."""
     target, _ = tables_of(SMALL)
     requests = Requests(SMALL, 1_000, first_seed=0)
     options = {"may_stand": everything, "num_tokens": 2 * (K + 1)}
@@ -308,7 +316,7 @@ def test_drafts_of_the_target_itself_all_stand(method):
 
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_with_shared_noise_any_rule_may_say_which_drafts_stand(is_greedy):
-    """Even one by what a draft turned out to be: tokens are those without drafts."""
+    """Even a rule that depends on the tokens of drafts changes no token."""
     plain, served = Requests(SMALL, 250, first_seed=0), Requests(SMALL, 250, first_seed=0)
     for requests, rule in (
         (plain, lambda rows, stood, drafts: 0 * rows),
@@ -326,7 +334,7 @@ process_rows = jax.jit(process)
 
 @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # it runs for long
 def draw_both(target, guess, sampling, positions):
-    """Tokens of the target, and drafts with its noise."""
+    """Return the target's tokens, and drafts that are drawn with the target's noise."""
     stream, counters = Stream.TARGET, (positions,)
     drafts, _ = draw_draft(guess, None, 400, sampling, stream, counters, wants_probs=False)
     return choose(target, sampling, positions), drafts
@@ -337,9 +345,10 @@ def draw_both(target, guess, sampling, positions):
     [(0.3, 1, 1), (0.6, 0.5, 1), (0.6, 1, 1), (1.0, 0.5, 1), (1.0, 1, 1), (1.0, 1, 0.95)],
 )
 def test_coupled_drafts_stand_nearly_as_often_as_any_can(asked, temperature, noise, top_p):
-    """Of peaked distributions over 400 tokens: within 3 points of 1 - TV, which no rule exceeds.
+    """The acceptance rate is within 3 points of its upper bound, 1 - total variation.
 
-    Drafts are drawn from logits that are off by normal noise.
+    The distributions are peaked, over 400 tokens. The drafter's logits have additional normal
+    noise.
     """
     rng = np.random.default_rng(0)
     logits = rng.normal(size=(NUM_PAIRS, 400)) - 2.5 * np.log1p(np.arange(400))

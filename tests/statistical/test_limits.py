@@ -1,14 +1,14 @@
-"""Which rules for the number of drafts leave the output alone, summed exactly.
+"""Which rules for the number of drafts keep the target's distribution, summed exactly.
 
-How many drafts a round makes, and how many of them may stand, may depend on all that came before
-the round, and for draft i on what the drafts up to i are drawn from. Where drafts are drawn, it may
-not depend on what draft i turned out to be, nor on anything drawn after it. A rule that does is as
-easily written: with p = (.5, .5), q = (.9, .1) and a draft that is verified only if q(x) >= .5,
-token 0 comes up with probability .9 (.5 / .9) + .1 .5 = .55.
+A rule sets how many drafts a round makes, and how many may be accepted. It may depend on everything
+before the round and, for draft i, on the distributions of the drafts up to i. If drafts are drawn,
+it must not depend on draft i itself, or on later draws. Such a wrong rule is easily written: with p
+= (.5, .5), q = (.9, .1) and a draft that is verified only if q(x) >= .5, token 0 has probability .9
+(.5 / .9) + .1 .5 = .55.
 
-Every output of three tokens is followed through the rounds that may give it. In each, the engine's
-own `settle` judges all drafts that there may be, with its coins in each of the cells that the
-chances of acceptance cut their space into. Certain drafts and shared noise allow any rule.
+Every output of three tokens is followed through all rounds that can produce it. In each round, the
+engine's own `settle` verifies all possible drafts, with coins in each of the cells into which the
+chances of acceptance divide their space. With certain drafts or shared noise, any rule is allowed.
 """
 
 import itertools
@@ -48,7 +48,7 @@ METHODS = [Rejection(), Block()]
 
 @dataclass(frozen=True)
 class Tables:
-    """By the number of tokens so far, two or more alike, and the last two of them."""
+    """Distributions by the number of tokens so far (0, 1 or more) and by the last two tokens."""
 
     p: np.ndarray  # [3, V, V, V]
     q: np.ndarray  # [3, V, V, V]
@@ -56,13 +56,13 @@ class Tables:
 
     @property
     def joint(self) -> np.ndarray:
-        """Of the first three tokens, [V, V, V]."""
+        """The distribution [V, V, V] of the first three tokens."""
         first, second, third = self.p[0][PROMPT], self.p[1][PROMPT[-1]], self.p[2]
         return first[:, None, None] * second[:, :, None] * third
 
 
 def tables_of(seed):
-    """The odd ones have zeros."""
+    """Return random tables. With an odd seed, some probabilities are zero."""
     rng = np.random.default_rng(seed)
     x = rng.dirichlet([1.0] * V, size=(2, 3, V, V)) + 0.03
     if seed % 2:
@@ -72,14 +72,14 @@ def tables_of(seed):
 
 
 def after(table, tokens, ends):
-    """What a table says [B, ...] after the first ends[b] tokens, prompt included."""
+    """Return the table's entries [B, ...] after the first ends[b] tokens, including the prompt."""
     rows = np.arange(len(tokens))
     depths = np.minimum(ends - len(PROMPT), 2)
     return table[depths, tokens[rows, ends - 2], tokens[rows, ends - 1]]
 
 
 def rows_after(table, tokens, ends, drafts):
-    """What a table says [B, K+1, ...] before the drafts i32[B, K], and after each of them."""
+    """Return the table's entries [B, K+1, ...] before the drafts i32[B, K] and after each draft."""
     batch, k = drafts.shape
     tokens = np.pad(tokens, ((0, 0), (0, k)))
     tokens[np.arange(batch)[:, None], ends[:, None] + np.arange(k)] = drafts
@@ -90,7 +90,7 @@ def rows_after(table, tokens, ends, drafts):
 
 
 class Seen(NamedTuple):
-    """What is known of a round that is over."""
+    """The known facts of a finished round."""
 
     k: int
     num_drafts: int
@@ -99,7 +99,7 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Past:
-    """What came before a round."""
+    """The tokens and rounds before a round."""
 
     tokens: tuple[int, ...] = ()
     rounds: tuple[Seen, ...] = ()
@@ -111,9 +111,9 @@ def all_of_them(past, drafts, q):
 
 @dataclass(frozen=True)
 class Rule:
-    """How many drafts a round makes, how many of them may stand, and by what words.
+    """A rule: the drafts of a round, how many may be accepted, and the maximum number of tokens.
 
-    `may_stand` and `found` see the drafts i32[B, K] and what they are drawn from, f32[B, K, V].
+    `may_stand` and `found` take the drafts i32[B, K] and their distributions f32[B, K, V].
     """
 
     k: Callable = lambda past: K
@@ -123,7 +123,7 @@ class Rule:
 
 
 def leading(flags):
-    """How many flags [B, K] are set before the first that is not."""
+    """Return the number of leading flags [B, K] that are set."""
     return np.cumprod(flags, axis=1).sum(axis=1)
 
 
@@ -135,7 +135,7 @@ STEP_MS = {0: 1.0, 1: 1.45, 2: 1.8, 3: 2.1}
 
 
 def by_goodput(past):
-    """What a policy says that has seen the rounds of the past."""
+    """Return the K of a policy that has observed the past rounds."""
     policy = GoodputPolicy(range(K + 1), StepCost({1: STEP_MS}), Acceptance(K))
     for seen in past.rounds:
         assert policy.choose(DecodeLoad(1)) == seen.k
@@ -146,7 +146,7 @@ def by_goodput(past):
 
 
 def by_verdict(past):
-    """Most drafts once all have stood, or else fewer than before."""
+    """Return K if the last round's drafts were all accepted, else fewer drafts than before."""
     if not past.rounds:
         return 1
     last = past.rounds[-1]
@@ -154,7 +154,7 @@ def by_verdict(past):
 
 
 def by_own_rates(past, drafts, q):
-    """What split rounds do: all drafts or none, by how many of the request's own were accepted."""
+    """Return all drafts or none, by the request's own acceptance rates, as in split rounds."""
     rates = RequestRates(K)
     for seen in past.rounds:
         rates.observe(RequestOutcomes([0], [seen.num_drafts], [seen.num_accepted]))
@@ -164,7 +164,7 @@ def by_own_rates(past, drafts, q):
 
 
 def by_next(past, drafts, q):
-    """Whether draft i may stand depends on what was drawn after it."""
+    """A wrong rule: whether draft i may be accepted depends on the next draft."""
     following = np.roll(drafts, -1, axis=1)
     return leading(following <= drafts) if drafts.shape[1] else 0
 
@@ -174,12 +174,12 @@ def by_tokens(past, drafts, q):
 
 
 def by_largest(past, drafts, q):
-    """Where the drafter is unsure, stop: whatever it then drew."""
+    """Stop at the first draft of which the drafter is unsure, regardless of the drawn token."""
     return leading(q.max(axis=2) >= 0.6)
 
 
 def by_drafts_before(past, drafts, q):
-    """Whether draft i may stand depends in some way on those before it."""
+    """Whether draft i may be accepted depends on the drafts before it."""
     before = np.cumsum(drafts, axis=1) - drafts + np.arange(drafts.shape[1])
     return leading((sum(past.tokens) + before) % 3 < 2)
 
@@ -212,13 +212,13 @@ WRONG = {
 
 @cache
 def idle_state(batch):
-    """An engine's state without requests."""
+    """Return an engine's state without requests."""
     one = jax.jit(init_state, static_argnums=range(6))(1, LENGTH, V, (), (), None)
     return jax.tree.map(lambda x: np.repeat(np.asarray(x), batch, axis=0), one)
 
 
 def settle(method, state, tokens, end, limit, may_stand, draft, logits):
-    """`step.settle` of an engine in which nothing else goes on."""
+    """Call `step.settle` for an engine without other requests."""
     rows = jnp.arange(len(tokens))
     sampling = replace(state.requests.sampling, temperature=jnp.ones(len(rows)))
     requests = replace(state.requests, limits=0 * rows + limit, sampling=sampling)
@@ -232,7 +232,7 @@ def settle(method, state, tokens, end, limit, may_stand, draft, logits):
 
 
 class Judged(NamedTuple):
-    """What came of drafts [B, K], each with coins of one cell."""
+    """The results for drafts [B, K], with the coins of one cell for each row."""
 
     volume: jax.Array  # f32[B], of the cell
     num_accepted: jax.Array  # i32[B]
@@ -242,7 +242,7 @@ class Judged(NamedTuple):
 
 @partial(jax.jit, static_argnums=0)
 def judge(method, state, tokens, end, limit, may_stand, draft, logits, wins):
-    """Settle with coins that are less than the chances where `wins` [B, K] says so."""
+    """Settle with coins below the chance of acceptance where `wins` [B, K] is true."""
     found = []
 
     def verify_drawn(draft, target, drawn):
@@ -268,7 +268,7 @@ def judge(method, state, tokens, end, limit, may_stand, draft, logits, wins):
 
 
 def round_of(method, tables, rule, past, *, certain):
-    """Each way that a round may go: its probability, its drafts, and how they were judged."""
+    """Return each possible outcome of a round: its probability, its drafts and the verdict."""
     k, end = rule.k(past), len(PROMPT) + len(past.tokens)
     ways = np.array(list(itertools.product(range(V), repeat=k)), np.int32)
     cells = np.array(list(itertools.product([False, True], repeat=k)), bool)
@@ -295,7 +295,7 @@ def round_of(method, tables, rule, past, *, certain):
 
 
 def emitted_by(method, tables, rule, *, certain=False):
-    """The joint distribution of three tokens, by all rounds that a rule allows on the way."""
+    """Return the joint distribution of three tokens, over all rounds that a rule allows."""
     joint, level = np.zeros((V,) * NUM_TOKENS), {Past(): 1.0}
     while level:
         following: dict[Past, float] = {}
@@ -320,7 +320,7 @@ def emitted_by(method, tables, rule, *, certain=False):
 
 
 def bias(joint, tables):
-    """The total variation between what is emitted and what should be."""
+    """Return the total variation between the emitted and the expected distribution."""
     return np.abs(joint - tables.joint).sum() / 2
 
 
@@ -372,7 +372,7 @@ def test_rules_by_the_value_of_a_draft_are_found(method, rule):
 @each(RIGHT | WRONG)
 @TABLES
 def test_certain_drafts_allow_any_rule(method, rule, seeds):
-    """Their values are known before they are made, so a rule by them looks back, too."""
+    """The tokens of certain drafts are known before the round, so a rule may use them."""
     for seed in seeds:
         tables = tables_of(seed)
         assert bias(emitted_by(method, tables, rule, certain=True), tables) < TOLERANCE

@@ -63,7 +63,7 @@ class CheckedScheduler(Scheduler):
     def _check_windows(self, plan: StepPlan | None) -> None:
         """Check that no request has more pages of a window than it can need.
 
-        It needs pages for the window's tokens, for two rounds, and for a chunk.
+        A request needs pages for the window's tokens, for two rounds, and for a chunk.
         """
         config, k = self.config, max(self.policy.choices)
         chunks = plan.prefill.chunks if plan and plan.prefill else ()

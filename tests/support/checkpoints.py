@@ -75,7 +75,7 @@ class Checkpoints:
     def with_letters(self, folder: Path, ids: Sequence[int] = range(96)) -> Path:
         """Return a copy of a checkpoint with a tokenizer whose tokens are single letters.
 
-        `ids` are the token ids of the printable ASCII characters, and last of the end of sequence.
+        `ids` are the token ids of the printable ASCII characters, then that of the end of sequence.
         """
         made = self.copy(folder)
         letters = ["Ġ", *map(chr, range(33, 127))]

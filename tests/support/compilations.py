@@ -74,7 +74,7 @@ def compile_quickly() -> None:
 
 
 def compile_in_child(root: Path) -> None:
-    """Compile in a process that a test starts as in the test's own process.
+    """Give a process that a test starts the compiler settings of the test's own process.
 
     `root` is the folder of the repository. Call this before the process compiles anything.
     """

@@ -2,7 +2,7 @@
 
     python tests/support/compiled_archive.py
 
-runs the tests that need them, and packs the functions that these tests used.
+runs the tests that compile for an H200, and packs the functions that these tests used.
 """
 
 import io

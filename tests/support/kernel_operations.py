@@ -87,7 +87,7 @@ def truncation() -> Operation:
 
 
 def routes() -> Operation:
-    """Route more rows than a word has bits, with sigmoids."""
+    """Choose experts for more rows than a word has bits, with sigmoid scores."""
     is_padding = np.arange(40) % 7 == 6
 
     def run(logits, correction, *, kernels):

@@ -1,9 +1,9 @@
 """Functions that quantise matrices in the formats of checkpoints.
 
-They use the tool of the format if possible, or else follow its specification. Such a writer takes a
-weight [O, I]. It returns the tensors that store the weight, by the endings of their names, and the
-weight in float32 that these tensors represent. It returns None if the weight's shape does not suit
-the format.
+Each function uses the tool of the format if possible, or else follows the format's specification. A
+writer is a function that takes a weight [O, I]. It returns the tensors that store the weight, by
+the endings of their names, and the weight in float32 that these tensors represent. It returns None
+if the weight's shape does not suit the format.
 """
 
 import re

@@ -32,7 +32,7 @@ def made_rollout(prompt: Any, output: Any, logprobs: Any, **fields: Any) -> Roll
 
 
 def lasting(*lengths: int) -> list[SamplingParams]:
-    """Return sampling parameters for each prompt, whose output has exactly the given length."""
+    """Return sampling parameters per prompt, with which its output has exactly the given length."""
     return [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
 
 

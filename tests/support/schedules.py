@@ -140,7 +140,7 @@ class Schedule:
 
     @property
     def is_undisturbed(self) -> bool:
-        """Whether K is constant, there are no texts, and only stop ids and limits end outputs."""
+        """Whether K is constant, no texts are searched, and only ids and limits end outputs."""
         requests = [arrival.request for arrival in self.arrivals]
         host_ends = any(r.watch_text or r.follow_grammar for r in requests)
         is_static = len(self.choices) == 1 and not self.has_texts

@@ -103,7 +103,7 @@ class TextScript(HashScript):
 class Echo(TextScript):
     """A model that repeats the last user message up to a semicolon, and then ends.
 
-    Token ids are the printable ASCII characters, and last the end of sequence. Prompts end with
+    The tokens are the printable ASCII characters, followed by the end of sequence. Prompts end with
     "A:", or with "A:<think>".
     """
 

@@ -36,8 +36,8 @@ def check_boundary() -> None:
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with a check that arguments and results match their type hints.
 
-    A dimension letter must mean the same number in all arguments and results. A state is checked
-    separately, because its requests are all slots and not a batch.
+    A dimension letter must mean the same number in all arguments and results. Letters in a state
+    have a separate meaning, because its B is the number of slots, not a batch.
     """
     signature = inspect.signature(function)
 

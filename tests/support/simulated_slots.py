@@ -78,11 +78,13 @@ class Pools:
     def cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
         """Return the cells of positions start to end - 1; -1 for a position without a page."""
         size = self._config.page_size
-        positions = np.arange(start, end)
-        places = positions // size
-        pages = np.where(places < len(table), table[np.minimum(places, len(table) - 1)], -1)
+        first, stop = start // size, -(-end // size)
+        pages = np.full(stop - first, -1)
+        known = table[first:stop]
+        pages[: len(known)] = known
         assert (pages < self._config.num_pages).all(), f"no such page in {table}"
-        return np.where(pages >= 0, pages * size + positions % size, -1)
+        cells = np.where(pages[:, None] >= 0, pages[:, None] * size + np.arange(size), -1)
+        return cells.ravel()[start - first * size : end - first * size]
 
     def check_reads(
         self, slot: Slot, start: int, tables: np.ndarray, *, may_be_behind: bool = False

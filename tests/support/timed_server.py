@@ -19,8 +19,8 @@ class TimedServer:
     Attributes:
         seconds: the pause before each chunk.
         tokens: the number of tokens in each chunk.
-        dies_at: the number of the request during which the server dies; None if it does not. best:
-            the log-probabilities, by token id, that the server reports if asked.
+        dies_at: the number of the request during which the server dies; None if it does not.
+        best: the log-probabilities, by token id, that the server reports if asked.
         bodies: the time of arrival and the body of each request.
     """
 

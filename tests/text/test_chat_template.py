@@ -1,4 +1,4 @@
-"""What chat templates make of conversations, against transformers; which template is used."""
+"""Chat templates render conversations as in transformers; and which template is used."""
 
 import time
 from typing import Any
@@ -55,7 +55,7 @@ SNIPPETS = [
 
 
 def outcome(make: Any) -> str:
-    """The text, or the kind of error."""
+    """Return the text, or the name of the error's class."""
     try:
         return make()
     except Exception as error:

@@ -1,6 +1,7 @@
-"""Stop texts against brute force on every kind of decoder, at linear cost; the tokens of bad words.
+"""Stop texts on every kind of decoder, compared with brute force; and bad words' tokens.
 
-Brute force decodes everything after each token, and looks through all of the text.
+Brute force decodes the whole output after each token, and searches all of the text. The real search
+takes linear time.
 """
 
 import os
@@ -49,7 +50,7 @@ def random_stop(text: str, rng: random.Random) -> str:
 def stop_by_force(
     case: Case, ids: Sequence[int], stop: Sequence[str], min_tokens: int, include: bool
 ) -> tuple[int | None, str | None, str]:
-    """How many tokens stand, the stop text, and the text left."""
+    """Return the number of tokens kept, the stop text, and the remaining text."""
     before = text = ""
     for num_tokens in range(1, len(ids) + 1):
         before, text = text, case.seen(ids[:num_tokens])
@@ -70,7 +71,7 @@ def stop_by_force(
 def run(
     case: Case, stops: StopStrings, pieces: Sequence[Sequence[int]]
 ) -> tuple[int | None, str | None, str]:
-    """Append until something stops it; until then the text is what is decoded so far."""
+    """Append pieces until a stop text is found. Until then, compare the text with decoding."""
     ids: list[int] = []
     for piece in pieces:
         num_kept = stops.append(piece)
@@ -113,7 +114,7 @@ def test_stops_where_brute_force_does(cases, kind):
 
 
 def test_a_replacement_character_counts_once_something_follows(cases):
-    """Where decode puts it, and not for the beginning of a character."""
+    """U+FFFD counts only where decoding puts it, not for the beginning of a character."""
     stops = StopStrings(cases["byte-level"].tokenizer, ("\ufffd",))
     assert stops.append([*b"a", *"€".encode(), 0xFF]) is None and stops.text == "a€"
     assert stops.append([*b"bc"]) == 1 and stops.text == "a€"
@@ -150,7 +151,7 @@ LONG = {
 @pytest.mark.parametrize("stream", LONG)
 @pytest.mark.parametrize("kind", SPELLED)
 def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):
-    """Tokens decoded and characters searched, each bounded by a few per token."""
+    """Decoded tokens and searched characters are each at most a few per token."""
     case, decode, decoded, searched = cases[kind], ChatTokenizer.decode, [], []
     dot = case.tokenizer.tokenizer.get_vocab()["."]  # ends a run of byte tokens
     ids = [dot if byte == ord(".") else case.byte_ids[byte] for byte in LONG[stream]]
@@ -184,7 +185,7 @@ def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):
 
 
 def prefixing() -> dict[str, Tokenizer]:
-    """Tokenizers that put a space before a text, in the three ways there are."""
+    """Tokenizers that add a space before a text, in the three possible ways."""
     metaspace = make_sentencepiece()
     metaspace.normalizer = normalizers.Sequence([])
     metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)

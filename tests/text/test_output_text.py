@@ -1,4 +1,4 @@
-"""What an output's text is, by one rule for every door: vLLM's."""
+"""The text of an output, by one rule for all calls: vLLM's rule."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ PROMPTS = ["", "<s>", "a foo", "<s>a", "<s> ", "a世", "a</s>", "<s><s><s><s><s>
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("skips", [True, False])
 def test_an_outputs_text_follows_its_prompt_as_in_vllm(kind, skips):
-    """vLLM's is a DecodeStream of tokenizers that has seen the prompt."""
+    """vLLM decodes with a DecodeStream of tokenizers, after the prompt."""
     case, rng = make_case(kind), random.Random(7)
     tokenizer = case.tokenizer.for_outputs(skip_special_tokens=skips)
     bpe, last = tokenizer.tokenizer, tokenizer.tokenizer.get_vocab()["."]
@@ -74,7 +74,7 @@ def bpe() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, bpe) -> Path:
-    """The tokenizer alone says which token is the end of sequence."""
+    """A target whose end of sequence is known only from the tokenizer."""
     made = checkpoints.copy(checkpoints.target("llama", vocab_size=VOCAB).folder, eos_token_id=None)
     bpe.save(str(made / "tokenizer.json"))
     (made / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
@@ -82,7 +82,7 @@ def folder(checkpoints, bpe) -> Path:
 
 
 def text_of_vllm(bpe: Tokenizer, prompt: list[int], output: CompletionOutput, params) -> str | None:
-    """What vLLM makes of an output that no stop text ended."""
+    """Return vLLM's text of an output without a stop text."""
     if not params.detokenize:
         return None
     is_hidden = output.finish_reason == "stop" and not params.include_stop_str_in_output
@@ -96,7 +96,7 @@ def by_generate(llm, prompts, params):
 
 
 def by_stream(llm, prompts, params):
-    """Deltas, joined."""
+    """Stream deltas, and join them."""
     deltas = replace(params, output_kind=RequestOutputKind.DELTA)
     found: dict[int, dict[int, CompletionOutput]] = {}
     for output in llm.generate_stream(prompts, deltas):

@@ -1,4 +1,4 @@
-"""Seeds of 64 bits: which there are, what they become, and where they are taken."""
+"""Seeds of 64 bits: which are valid, how they are folded, and where they may be given."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LARGE = [2**32, 2**32 + 1, 2**63 - 1, 2**63, 2**64 - 1, -2, -3, -(2**32)]
 
 
 def test_small_seeds_are_their_own_and_others_have_32_bits():
-    """As before there were others; derived seeds are NumPy's for the two numbers."""
+    """Seeds below 2**32 do not change. Derived seeds are NumPy's for the two numbers."""
     for seed in 0, 1, 2**31, 2**32 - 1:
         assert folded_seed(seed) == seed
         expected = np.random.SeedSequence([seed, 7]).generate_state(1)[0]

@@ -1,4 +1,4 @@
-"""A folder's tokenizer files against transformers, and what to do where they cannot be read."""
+"""A folder's tokenizer files, compared with transformers; and files that cannot be read."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -75,7 +75,7 @@ WHOLE = "naïve 🙂 世界"
 
 @pytest.mark.parametrize("kind", SPELLED)
 def test_texts_of_tokens_make_up_the_text(kind):
-    """As in vLLM's logprobs: a character's last token has its text, however else it might end."""
+    """As in vLLM's logprobs, the last token of a character has the character as its text."""
     case = make_case(kind)
     assert case.byte_ids is not None
     tokenizer, ids = case.tokenizer, [case.byte_ids[byte] for byte in WHOLE.encode()]
@@ -123,7 +123,7 @@ def test_a_folder_with_only_a_sentencepiece_model(tmp_path):
 
 
 def test_other_threads_run_while_a_long_text_is_encoded_or_decoded():
-    """Otherwise one client of a server would stop all others."""
+    """Otherwise, one client of a server would stop all others."""
     tokenizer = load_tokenizer(DEMO)
     text = "What is 3 + 4? " * 40_000
     plain = tokenizer.tokenizer.encode(text).ids

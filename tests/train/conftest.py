@@ -1,4 +1,4 @@
-"""A small target, documents, and the target's features of them."""
+"""A small target, documents, and the target's features of the documents."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def target_params() -> Any:
 
 @pytest.fixture(scope="package")
 def documents() -> list[Document]:
-    """Four tokens of a prompt, sixteen of its answer."""
+    """Documents with a prompt of four tokens and an answer of sixteen tokens."""
     rng = np.random.default_rng(0)
     return [Document(rng.integers(0, VOCAB, 20).astype(np.int32), 4) for _ in range(12)]
 

@@ -1,6 +1,6 @@
-"""The rows of unrolled chains against a direct rewrite in float64.
+"""The rows of unrolled chains, compared with a direct computation in float64.
 
-`CausalRows` run the models of `tests/oracle`, windows and sinks among them.
+The models in `tests/oracle` test `CausalRows`, also with windows and sinks.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def _draw(rng, heads):
 
 
 def _heads(q, k, v):
-    """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
+    """Return heads as from a projection, without norms, and with a rotation by zero."""
     qkv = jnp.concatenate([q, k, v], axis=1).reshape(B * T, -1)
     rotation = np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))
     return ProjectedHeads(qkv, HeadWeights(), rotation, SINKS)
@@ -38,8 +38,11 @@ def _attend(query, keys, values, sink):
 
 
 def _expected(q, steps, window):
-    """What row t of a chain sees: step 0's rows up to t, and row t of every later step; of these
-    the ones at the last `window` positions."""
+    """Return the expected attention, by the definition.
+
+    Row t of a chain sees rows 0 to t of step 0, and row t of every later step; of these, only those
+    in the last `window` positions.
+    """
     out = np.zeros((B * T, H, D))
     for row in range(B * T):
         first = row - row % T

@@ -1,4 +1,4 @@
-"""Reading, tokenising and cutting: nothing lost, and every batch a function of the step."""
+"""Reading, tokenizing and cutting lose no tokens, and a batch depends only on the step."""
 
 import json
 
@@ -75,7 +75,7 @@ def test_tokenizer_round_trips_any_text_and_splits_digits():
 
 
 def test_documents_hold_prompt_answer_and_end(tmp_path):
-    """Of rows of text; regenerated answers keep their token ids."""
+    """Rows of text are tokenized. Regenerated answers keep their token ids."""
     rows = [{"question": "One?", "answer": "Yes 1."}, {"text": "plain"}]
     texts, answers = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     texts.write_text("\n".join(map(json.dumps, rows)))

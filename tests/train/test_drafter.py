@@ -1,4 +1,4 @@
-"""Training of drafters from features to files: what is learnt, and exports against what loads."""
+"""Training of drafters, from features to files: the loss falls, and exports can be loaded."""
 
 from dataclasses import replace
 
@@ -48,7 +48,10 @@ def test_features_do_not_depend_on_the_padding_of_the_last_batch(
 
 @pytest.mark.parametrize("length, start", [(LENGTH, 0), (18, 2), (10, 3)])
 def test_exported_features_are_those_of_the_rows_that_are_kept(documents, features, length, start):
-    """All of 20 fits; the front goes; the front of the prompt and the end go."""
+    """Either all 20 tokens fit, or the front is cut, or also the end.
+
+    The prompt's front is cut first.
+    """
     whole = features.rows
     exported = list(zip(whole.hidden[:, :19], whole.auxiliary[:, :19], strict=True))
     rows = FeatureSet.exported(documents, exported, length).rows
@@ -106,7 +109,7 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(kind, d
 
 
 def test_medusa_heads_are_trained_further_in_their_authors_file(tmp_path):
-    """Its names and the file's are kept."""
+    """The names of the file and of its tensors are kept."""
     start, names = KINDS["medusa"].make(TARGET, HeadSizes(), []), ["0.1.weight"]  # of the authors
     params = random_params(start.head.specs(names), 1)
     config = {"medusa_num_heads": 3, "medusa_num_layers": 1}

@@ -1,4 +1,4 @@
-"""What training computes of drafts is what drafting computes, by a cache of pages."""
+"""Drafts computed in training equal drafts in serving, which uses a paged cache."""
 
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ WORDS = [Document(np.arange(VOCAB), 0)]
 
 
 def latent_target():
-    """A target with latent attention and experts."""
+    """Return a target with latent attention and experts."""
     sizes = {**CONFIG_SIZES, **LATENT_SIZES, "vocab_size": VOCAB, "num_hidden_layers": 1}
     return describe_model(HFConfig({"model_type": "glm4_moe_lite", **sizes}, "config.json"))
 
@@ -47,7 +47,7 @@ SLOW = pytest.param("MTP of latent attention", marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("kind", ["EAGLE-3", "MTP of a hybrid", SLOW])
 def test_an_unrolled_chain(documents, kind):
-    """Row i, step j of training is the j-th draft after i + 1 verified tokens."""
+    """Row i at step j of training is draft j after i + 1 verified tokens."""
     target, head = CHAINS[kind]()
     params = Params(*(jax.device_put(random_params(of.specs(), 2)) for of in (target, head)))
     layers = AUX if kind == "EAGLE-3" else ()

@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends where an undisturbed one ends, bit for bit."""
+"""A killed and resumed run gives the same bits as an uninterrupted run."""
 
 import re
 

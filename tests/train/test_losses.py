@@ -1,4 +1,4 @@
-"""Losses against their definitions, position by position, in float64."""
+"""Losses, compared with their definitions, position by position in float64."""
 
 import math
 from dataclasses import replace
@@ -36,7 +36,7 @@ def float64(arrays):
 
 
 def test_a_chain_learns_counted_positions(target_params, documents, features):
-    """Those of answers whose token by the target can be drafted; the second draft counts less."""
+    """Positions count if the target's token can be drafted. The second draft weighs less."""
     start = start_of("eagle3", documents)
     head, ids = start.head, np.asarray(start.frozen["target_ids"])
     np.testing.assert_array_equal(ids, draft_vocabulary(documents, 64, 32))
@@ -95,7 +95,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_learn_the_answers_after_their_anchors(target_params, documents, features, kind):
-    """With as many blocks as tokens, every token of an answer is an anchor once."""
+    """There are as many blocks as tokens, so every answer token starts one block."""
     head, logits_of, gamma = BLOCKS[kind]
     own, batch = random_params(head.specs(), 2), features.batch_at(0, 2, 0)
     frozen, ids = {}, np.arange(VOCAB)

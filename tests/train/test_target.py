@@ -1,4 +1,4 @@
-"""The target's loss against its definition, and a model that can be learnt."""
+"""The target's loss, compared with its definition; and a model whose loss falls."""
 
 from argparse import ArgumentParser
 from dataclasses import replace
@@ -57,7 +57,7 @@ def test_loss_is_the_mean_negative_log_probability(model):
 
 
 def test_initial_weights_have_the_types_of_trained_ones():
-    """Or the second step of training compiles once more."""
+    """Otherwise, the second training step would compile again."""
     specs = DEMOS["qwen3_5"].make(16, 2, 64).specs()
     shapes = jax.eval_shape(lambda key: init_params(specs, key), jax.random.key(0))
     assert not any(x.weak_type for x in jax.tree.leaves(shapes))

@@ -38,8 +38,9 @@ class Chunks(NamedTuple):
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
     """Return the cache's ring buffer of raw inputs, unchanged, and the `Chunks` of the new tokens.
 
-    A chunk has `chunk` tokens. `where` is (layer, slots, positions). The ring is an output of this
-    kernel so that the kernel that writes the ring starts only after this kernel has read it.
+    A chunk has `chunk` tokens. `where` is (layer, slots, positions). This kernel reads the ring,
+    and another kernel writes it later. The ring is an output here so that the other kernel waits
+    for this one.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(length, chunk)

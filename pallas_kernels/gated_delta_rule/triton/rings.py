@@ -26,7 +26,7 @@ class Rings(NamedTuple):
     pieces: list[Any]  # an array i32[piece] of column numbers for each piece, in 0..D_k - 1
 
     def u_at(self, place):
-        """Return the ref of u [rows] for the token at position `place`."""
+        """Return the ref of the correction u [rows] of the token at position `place`."""
         column = column_of(place, self.u.shape[2])
         return self.u.at[self.row.layer, self.row.slot, column, self.head, self.values]
 

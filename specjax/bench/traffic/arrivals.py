@@ -62,7 +62,7 @@ class Arrivals:
 
     @property
     def is_timed(self) -> bool:
-        """Whether requests arrive at a finite rate, and not all at once or as in a trace."""
+        """Whether requests arrive at a finite rate: neither all at once nor as in a trace."""
         return self.ramp is not None or self.rate != math.inf
 
     def rates(self, count: int) -> np.ndarray:

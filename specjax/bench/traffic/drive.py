@@ -26,7 +26,7 @@ class Traffic:
         duration: seconds from the start to the last answer.
         is_gone: whether a connection was refused; later requests were then not sent.
         is_interrupted: whether the user interrupted the run.
-        before, after: the server's metrics before and after the run; None if it has none.
+        before, after: the server's metrics before and after the run; None if it reports none.
         samples: pairs of a time in seconds and the server's metrics at this time.
     """
 
@@ -45,7 +45,7 @@ class Traffic:
 
     @property
     def growth(self) -> Counters | None:
-        """The growth of the server's counters during the run; None if it has no metrics."""
+        """The growth of the server's counters during the run; None if the server reports none."""
         last = self.after or (self.samples[-1][1] if self.samples else None)
         return None if self.before is None or last is None else last.since(self.before)
 

@@ -24,7 +24,8 @@ class Record:
         chunk_tokens: number of tokens of each chunk; empty if unknown.
         latency: seconds from `sent` to the end of the answer; None before the end.
         token_ids: token ids of the answer; empty if the server does not return them.
-        prompt_ids: token ids of the prompt in the server; empty if the server does not return them.
+        prompt_ids: token ids of the prompt, from the server; empty if the server does not return
+            them.
         rounds: pairs (draft tokens, accepted draft tokens), one for each round with drafts; empty
             if unknown.
         accepted: `accepted[n]` is the number of rounds with n accepted draft tokens; empty if

@@ -15,7 +15,7 @@ _ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the places in a word of adjacent outputs
 UNPACKING = Unpacking(
     codes=lambda words: nibbles(words, 1, _ORDER).T,
     scales=unchanged,
-    zeros=lambda words: nibbles(words, 1, _ORDER, xp=np),
+    zeros=lambda words: nibbles(words, 1, _ORDER),
     axes=((1, 8), (0, 1)),
 )
 

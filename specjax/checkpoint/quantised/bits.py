@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Bits(NamedTuple):
-    """A kind of number. Quantised weights are numbers of this kind, times a scale."""
+    """A number format. A quantised weight is a number in this format, times a scale."""
 
     dtype: str  # of the numbers
     least: int

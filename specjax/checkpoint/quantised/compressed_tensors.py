@@ -43,7 +43,7 @@ from specjax.checkpoint.stored_tensor import Readable
 UNPACKING = Unpacking(
     codes=lambda words: nibbles(words, 1),
     scales=lambda scales: jnp.atleast_2d(scales).T,
-    zeros=lambda words: nibbles(words, 0, xp=np).T,
+    zeros=lambda words: nibbles(words, 0).T,
 )
 _END = ".weight_packed"
 

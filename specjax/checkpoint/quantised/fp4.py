@@ -12,11 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from specjax.checkpoint.quantised.format import check_axes, check_shape
 from specjax.checkpoint.quantised.packed import PackedTensor, Unpacking, nibbles
+from specjax.checkpoint.spec import module_of
 from specjax.checkpoint.stored_tensor import Readable
 
 
@@ -25,7 +26,8 @@ def _transposed(scales: Any) -> Any:
 
 
 def _powers(exponents: Any) -> Any:
-    return jnp.ldexp(jnp.float32(1), exponents.T.astype(jnp.int32) - 127).astype(jnp.bfloat16)
+    powers = exponents.T.astype(np.int32) - 127
+    return module_of(powers).ldexp(np.float32(1), powers).astype(ml_dtypes.bfloat16)
 
 
 def _reciprocal(factor: np.ndarray) -> np.ndarray:

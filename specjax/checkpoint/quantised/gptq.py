@@ -21,7 +21,7 @@ UNPACKINGS = {
     version: Unpacking(
         codes=lambda words: nibbles(words, 0).T,
         scales=unchanged,
-        zeros=lambda words, added=added: (nibbles(words, 1, xp=np) + added) & 15,
+        zeros=lambda words, added=added: (nibbles(words, 1) + added) & 15,
         axes=((1, 1), (0, 8)),
     )
     for version, added in (("gptq", 1), ("gptq_v2", 0))

@@ -22,6 +22,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.quantised.format import read_positive
+from specjax.checkpoint.spec import module_of
 from specjax.checkpoint.stored_tensor import Readable
 
 _POSITIVE = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
@@ -40,7 +41,7 @@ class Unpacking(NamedTuple):
     padded at the ends.
     """
 
-    codes: Callable[[jax.Array], jax.Array]  # returns u8[O, I]
+    codes: Callable[[Any], Any]  # returns u8[O, I]
     scales: Callable[[Any], Any]  # returns [groups, O], or [1, 1]
     zeros: Callable[[np.ndarray], np.ndarray] = unchanged  # returns u8[groups, O]
     factor: Callable[[np.ndarray], np.ndarray] = unchanged  # returns f32, with one number
@@ -113,12 +114,12 @@ class PackedTensor:
 
     @cached_property
     def order(self) -> np.ndarray | None:
-        """A permutation i32[I] of the inputs that makes each group consecutive.
+        """A permutation i32[I] of the inputs, after which each group's inputs are consecutive.
 
-        None if each group is consecutive without a permutation.
+        None if they are consecutive already.
 
         Raises:
-            CheckpointError: a group has more or fewer inputs than its size.
+            CheckpointError: a group has more or fewer inputs than the group size.
         """
         if self.groups is None:
             return None
@@ -155,16 +156,13 @@ class PackedTensor:
         return _weights(*given, self.unpack, self.shape, self.group, self.dtype)
 
 
-def nibbles(
-    words: Any, axis: int, order: tuple[int, ...] = tuple(range(8)), *, xp: Any = jnp
-) -> Any:
+def nibbles(words: Any, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
     """Unpack words that hold several 4-bit codes each; return the codes as u8.
 
     The codes of a word are adjacent along `axis` in the result. The code at place j of a word is in
-    bits 4 order[j] to 4 order[j] + 3. `xp` is the module of the words' array type: NumPy or
-    `jax.numpy`.
+    bits 4 order[j] to 4 order[j] + 3.
     """
-    codes = xp.stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
+    codes = module_of(words).stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
     shape = [len(order) * size if i == axis else size for i, size in enumerate(words.shape)]
     return codes.astype(np.uint8).reshape(shape)
 

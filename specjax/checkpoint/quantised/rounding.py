@@ -112,7 +112,7 @@ class RoundedFiles(NamedTuple):
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text: how many matrices are quantised and how many not, and the worst error."""
+        """Return a text with the numbers of quantised and other matrices, and the worst error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"

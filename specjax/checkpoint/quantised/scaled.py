@@ -2,7 +2,7 @@
 
 A weight is a number of the tensor X [..., O, I], float8_e4m3fn or int8, times its scale. The scales
 are the tensor X_scale_inv (DeepSeek, Qwen, Mistral) or X_scale (compressed-tensors). Their shape
-shows what shares a scale. Only the size of a block is read from the config.
+shows which numbers share a scale. Only the size of a block is read from the config.
 """
 
 import math
@@ -21,7 +21,7 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 from specjax.checkpoint.quantised.format import group_size, read_positive
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.checkpoint.stored_tensor import Readable
 
 FLOAT8, INT8 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(np.int8)
@@ -92,11 +92,10 @@ class ScalesSpec(TensorSpec):
 
     @property
     def block(self) -> Block:
-        """The numbers of adjacent rows and columns of the merged matrix that share a scale.
+        """The size (rows, columns) of the merged matrix's blocks, which have one scale each.
 
-        Each merged tensor has blocks of rows and columns that share a scale. The blocks of the
-        matrix are parts of the tensors' blocks. They may have fewer rows, so that they cross no
-        border between two tensors or between two parts of a head.
+        The blocks of the matrix are parts of the merged tensors' blocks. They may have fewer rows,
+        so that no block crosses a border between two tensors or between two parts of a head.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))
@@ -114,11 +113,11 @@ class ScalesSpec(TensorSpec):
         """See `TensorSpec.read`."""
         return [find(name).read_scales() for name in self.names]
 
-    def join(self, parts: Any, dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Any, dtype: np.dtype) -> Any:
         """Return the scales of the merged matrix, given the scales of each tensor."""
         sizes = [shape[0] for shape in self.file_shapes]
         of_rows = [
-            jnp.repeat(part, rows, axis=0)[:size]
+            module_of(part).repeat(part, rows, axis=0)[:size]
             for part, size, (rows, _) in zip(parts, sizes, self.blocks, strict=True)
         ]
         shapes = tuple(part.shape for part in of_rows)

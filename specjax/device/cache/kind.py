@@ -160,7 +160,7 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """Which of the checkpoint's scales is used for each of the two parts of a token's entry.
+        """The kinds of the checkpoint's scales that apply to the two parts of a token's entry.
 
         "k" means the scale of keys, and "v" means the scale of values. The two parts are usually
         the key and the value.
@@ -174,7 +174,7 @@ class PagesOnly:
 
     @property
     def row_size(self) -> int:
-        """0: the fixed part of the memory plan covers queries, keys and values; see `CacheKind`."""
+        """0: memory planning always includes queries, keys and values; see `CacheKind.row_size`."""
         return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Pages:

@@ -105,7 +105,7 @@ class PagedAttention(PagesOnly):
         inputs: ProjectedHeads,
         queries: tuple[jax.Array, jax.Array],
     ) -> jax.Array:
-        """Attend to the pages; return the output [N, H, D_h]."""
+        """Attend to the pages; return the output [N, H, D_h]. H is 0 if `rows.attends` is false."""
         q, positions = queries
         if not rows.attends:
             return jax.lax.collapse(q, 0, 2)

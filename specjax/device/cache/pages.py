@@ -1,4 +1,4 @@
-"""The arrays of a cache whose only state is pages."""
+"""The arrays of a cache that has only pages, and no recurrent states."""
 
 from typing import Any, NamedTuple
 
@@ -36,8 +36,8 @@ def init_pages(
         scale_shape: shape of the scales of a token's entry.
         dtype: dtype of unquantised numbers.
         stored: the format of 8-bit numbers; None for unquantised numbers.
-        layer_scales: scale_shape[0] scales of each layer, for formats in which layers have scales;
-            () if all are 1.
+        layer_scales: for formats in which layers have scales, `scale_shape[0]` scales per layer; ()
+            if all are 1.
     """
     if stored is None:
         return Pages(jnp.zeros((*places, *token_shape), dtype))

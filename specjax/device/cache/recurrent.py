@@ -80,7 +80,7 @@ class DeltaRule:
 
     @property
     def row_size(self) -> int:
-        """0: the fixed part of the memory plan covers the layer's inputs; see `CacheKind`."""
+        """0: memory planning always includes the layer's inputs; see `CacheKind.row_size`."""
         return 0
 
     @property
@@ -145,7 +145,8 @@ class DeltaRule:
     ) -> tuple[jax.Array, DeltaRuleCache]:
         """Run the rows; return the output [N, H_v, D_v] and the new cache.
 
-        Before, recurrent states are updated with pending tokens: accepted tokens that they lack.
+        First, the recurrent states are updated with their pending tokens: accepted tokens that the
+        states lack.
         """
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(

@@ -134,8 +134,8 @@ class JoinedRows:
     ) -> tuple[jax.Array, Any]:
         """See `Rows.mix`.
 
-        All parts write before any part reads. A part that wrote after another part's read would
-        make XLA copy the cache on a CPU, because XLA does not order the two there.
+        All parts write before any part reads. If a part wrote after another part had read, XLA
+        would copy the cache on a CPU, because it does not order reads before writes there.
         """
         own = [inputs.of_rows(part) for part in self.slices]
         queries = []

@@ -157,10 +157,11 @@ def read_target_ids(
     are_offsets: bool = True,
     size: str = "draft_vocab_size",
 ) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary's tokens; None if ids are the same.
+    """Return the target's ids i32[V_d] of the draft vocabulary's tokens; None without such ids.
 
     The tensor `name` holds these ids. If `are_offsets`, its i-th number is the i-th id minus i.
-    `size` is the name of the config field with the draft vocabulary's size, for error messages.
+    Without this tensor, both vocabularies have the same ids. `size` is the name of the config field
+    with the draft vocabulary's size, for error messages.
 
     Raises:
         CheckpointError: the tensor is missing although the vocabularies differ in size, or it does

@@ -381,6 +381,9 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
     enters layer i. "output": the output of layer i, which enters layer i + 1. If the config has no
     numbers, the layers are 2, L // 2 and L - 3, where L = `num_layers` is the target's number of
     layers. The tuple is empty if the config says that there are no auxiliary states.
+
+    Raises:
+        CheckpointError: the target has no such layers.
     """
     nested = hf.get("eagle_config", {})
     if nested.get("use_aux_hidden_state") is False:

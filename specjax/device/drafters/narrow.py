@@ -26,9 +26,9 @@ def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) ->
     """Return a drafter's parameters with projections quantised as `config` says.
 
     `config.head_dtype` applies to the drafter's own output heads, and `config.quantization` to all
-    other projections. Weights that are quantised already are unchanged, as are weights that cannot
-    have such numbers (see `narrow`). `log` receives a line with the number of the latter. If
-    `params` are shapes, shapes are returned.
+    other projections. Two kinds of weights are unchanged: those already quantised, and those that
+    cannot be (see `narrow`). `log` receives a line with the number of the second kind. If `params`
+    are shapes, shapes are returned.
 
     Raises:
         ValueError: an option is set, but all weights to which it applies are quantised already.

@@ -165,8 +165,8 @@ class HFConfig:
         """Return the fields of the rotary embedding, with at least `rope_type` and `rope_theta`.
 
         As in transformers, they are the fields of `rope_scaling` if the config has it, else those
-        of `rope_parameters`. If both exist, `rope_theta` and `partial_rotary_factor` may come from
-        `rope_parameters`, if they are given nowhere else.
+        of `rope_parameters`. If the config has both, `rope_parameters` only supplies `rope_theta`
+        and `partial_rotary_factor`, and only where nothing else gives them.
 
         Raises:
             CheckpointError: there are different fields for several kinds of layers.

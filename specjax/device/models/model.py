@@ -82,7 +82,7 @@ class Model(Protocol):
     def with_layers(self, num_layers: int) -> "Model":
         """Return the model with only its first `num_layers` layers.
 
-        This serves to measure the cost of layers.
+        This is used to find the cost of a layer in compiled steps.
         """
         ...
 

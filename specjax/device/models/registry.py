@@ -181,7 +181,7 @@ def _compare_rotary(files: TensorFiles, model: Any, log: Log) -> None:
 def save_model(folder: str | Path, model: Model, params: Any, source: str | Path) -> None:
     """Write a model's parameters as a checkpoint that this package and transformers can load.
 
-    Weights are stored in the parameters' dtypes, even if `source` has them quantised. A
+    Weights are stored unquantised in the embedding's dtype; some kinds of weights are always f32. A
     vision tower and MTP modules are left out.
 
     Args:

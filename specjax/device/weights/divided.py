@@ -49,7 +49,7 @@ def divided_as_stored(
     """Return the weight `x`, which is divided over devices, in the form that the checkpoint stores.
 
     `found` holds the checkpoint's tensors that `x` merges. `make` is the function in
-    `stored.STORED` that returns the stored form of an undivided weight of this class.
+    `stored.STORED` that returns the stored form of an undivided weight of the same class as `x`.
     """
     spec: DividedSpec = x.values
     names = tuple(map(str, range(len(spec.local.names))))

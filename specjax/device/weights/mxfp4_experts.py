@@ -4,14 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.packed_matmul import FourBits
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.device.weights.packed_experts import PackedExperts
 
 _NAN = 255  # the only exponent that is not a number's
@@ -38,16 +36,16 @@ class _NumbersSpec(_PackedSpec):
         num_experts, num_out, num_blocks, _ = self.file_shapes[0]
         return num_experts, num_out, BLOCK * -(-num_blocks // 2)
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the numbers in the kernel's layout, which packs blocks in pairs.
 
         If the number of blocks is odd, the last block is paired with zeros.
         """
-        (stored,) = parts
-        stored = jnp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
+        (stored,), xp = parts, module_of(parts[0])
+        stored = xp.pad(stored, ((0, 0), (0, 0), (0, stored.shape[2] % 2), (0, 0)))
         first, second = stored[:, :, ::2], stored[:, :, 1::2]
         even, odd = (first & 15) | (second << 4), (first >> 4) | (second & 240)
-        return jnp.stack([even, odd], axis=-1).reshape(self.shape)
+        return xp.stack([even, odd], axis=-1).reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,7 @@ class _ExponentsSpec(_PackedSpec):
             )
         return [exponents]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
         return parts[0].swapaxes(1, 2)
 

@@ -25,7 +25,7 @@ def narrow(x: Weight, quantization: str) -> Weight:
 
     There is a scale per output; or, for 4-bit numbers, per output and group of inputs. An embedding
     table becomes a matrix that can only be used as an output head. A weight is returned unchanged
-    if its class has no form with such numbers, or if the number of inputs on a device is not a
+    if its class cannot be quantised like this, or if the number of inputs on a device is not a
     multiple of the group size.
 
     The weight may be divided over devices. If its array is only a shape, the arrays of the result
@@ -50,7 +50,7 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 @lru_cache(maxsize=32)  # layers share a function, and so a compiled program
 def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Callable[[Weight], Weight]:
-    """Return a function that quantises a plain weight to the form that `tree` and `shapes` have."""
+    """Return a function that quantises a plain weight like the weight with this tree and leaves."""
 
     def quantise(plain: Weight) -> Weight:
         return jax.tree.unflatten(tree, shapes).quantise(plain)
@@ -59,10 +59,7 @@ def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Callable
 
 
 def _shape(array: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of `array`. If `like` is divided over devices, the result is, too.
-
-    `like` defaults to `array`.
-    """
+    """Return the shape of `array`, marked as divided if `like` (by default `array`) is divided."""
     if is_divided(array if like is None else like):
         return divided_shape(array.shape, array.dtype)
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -12,7 +12,7 @@ from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.reference import unpacked
 from specjax.checkpoint.quantised.nearest4 import nearest_floats, nearest_integers
 from specjax.checkpoint.quantised.packed import PackedForm, PackedTensor
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.device.weights.matrix import Dense
 from specjax.device.weights.quantised import Quantised
 from specjax.device.weights.weight import weight
@@ -119,7 +119,7 @@ class _Spec(TensorSpec):
         """The number of groups."""
         return self.packing.num_groups(self.form.num_in)
 
-    def merge(self, parts: Sequence[jax.Array]) -> jax.Array:
+    def merge(self, parts: Sequence[Any]) -> Any:
         """Return one array [out, ...] that merges `parts`, which come from one file tensor each."""
         shapes = tuple(part.shape for part in parts)
         names = ("",) * len(parts)
@@ -130,7 +130,7 @@ class _Spec(TensorSpec):
 class _CodesSpec(_Spec):
     """The `TensorSpec` of the 4-bit codes.
 
-    On the device, the codes are unpacked from the file's layout, and packed again in the layout of
+    The codes are unpacked from the file's layout, and packed again in the layout of
     `packed_matmul`.
     """
 
@@ -145,14 +145,15 @@ class _CodesSpec(_Spec):
         order = [] if tensors[0].order is None else [tensors[0].order]
         return [tensor.weight.read() for tensor in tensors] + order
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
         words = zip(parts, self.file_shapes, strict=False)
         unpack = self.form.unpack.codes
         codes = self.merge([unpack(one)[:rows, :depth] for one, (rows, depth) in words])
-        if self.form.order:
-            codes = codes.at[:, parts[-1]].get(mode="fill", fill_value=0)
-        return self.packing.pack(codes)
+        xp = module_of(codes)
+        if self.form.order:  # an index past the last input marks padding
+            codes = xp.pad(codes, ((0, 0), (0, 1)))[:, parts[-1]]
+        return self.packing.pack(codes, xp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +172,12 @@ class _ScalesSpec(_GroupsSpec):
         """See `TensorSpec.read`."""
         return [find(name).read_scales() for name in self.names]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
-        unpack = self.form.unpack.scales
+        xp, unpack = module_of(parts[0]), self.form.unpack.scales
         pairs = zip(parts, self.file_shapes, strict=True)
         pairs = [(unpack(part), (self.num_groups, rows)) for part, (rows, _) in pairs]
-        return self.merge([jnp.broadcast_to(*pair).T for pair in pairs]).T
+        return self.merge([xp.broadcast_to(*pair).T for pair in pairs]).T
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +186,7 @@ class _ZerosSpec(_GroupsSpec):
         """See `TensorSpec.read`."""
         return [find(name).used_zeros for name in self.names]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
         return self.merge([part.T for part in parts]).T
 
@@ -201,12 +202,10 @@ class _FactorsSpec(_Spec):
         """See `TensorSpec.read`."""
         return [find(name).read_factor() for name in self.names]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the factors f32[out]. All outputs of a file tensor have the same factor."""
-        pairs = zip(parts, self.file_shapes, strict=True)
-        return jnp.concatenate(
-            [jnp.broadcast_to(part.reshape(1), rows) for part, (rows, _) in pairs]
-        )
+        xp, pairs = module_of(parts[0]), zip(parts, self.file_shapes, strict=True)
+        return xp.concatenate([xp.broadcast_to(part.reshape(1), rows) for part, (rows, _) in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +219,7 @@ class _OrderSpec(_Spec):
         """See `TensorSpec.read`."""
         return [find(self.names[0]).order]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
         return parts[0]
 

@@ -14,7 +14,7 @@ from pallas_kernels.scaled_matmul.reference import dequantised
 from specjax.checkpoint.quantised.bits import BITS, name_of
 from specjax.checkpoint.quantised.nearest import nearest
 from specjax.checkpoint.quantised.scaled import ScaledTensor
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.device.weights.latent_up import LatentProjection, LatentUp
 from specjax.device.weights.weight import weight
 
@@ -118,7 +118,7 @@ class _Spec(TensorSpec):
         """See `TensorSpec.read`."""
         return [find(name).weight.read() for name in self.names]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
         by_head = parts[0].reshape(self.num_heads, -1, parts[0].shape[1])
         own = by_head[:, self.first : self.first + self.num_rows]
@@ -142,19 +142,19 @@ class _ScalesSpec(_Spec):
         """See `TensorSpec.read`."""
         return [find(name).read_scales() for name in self.names]
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """See `TensorSpec`."""
-        by_row = jnp.repeat(parts[0], self.stored_rows, axis=0)[: self.file_shapes[0][0]]
-        own = super().join([by_row], dtype)
+        by_row = module_of(parts[0]).repeat(parts[0], self.stored_rows, axis=0)
+        own = super().join([by_row[: self.file_shapes[0][0]]], dtype)
         return own[:, :: self.block[0]] if self.first else own[:, :, :: self.block[0]]
 
 
 def scaled_latent_up(x: LatentUp, tensor: ScaledTensor) -> Any:
     """Return the `ScaledLatentUp` that is stored as `tensor`. It has `TensorSpec`s, not arrays.
 
-    `x` is the same weight without quantisation. `absorb` sums over the rows of keys, and its kernel
-    needs scales that are shared by a multiple of `MIN_ROWS` rows. If the rows of a head cannot be
-    divided into blocks of such a size, `x` itself is returned.
+    `x` is the same weight without quantisation. The kernel of `absorb` needs blocks whose number of
+    rows is a multiple of `MIN_ROWS`; the numbers of a block share a scale. If a head's rows cannot
+    be divided into such blocks, `x` itself is returned.
     """
     spec: Any = x.values
     num_rows, depth = spec.file_shapes[0]

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.spec import TensorSpec, module_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +36,17 @@ class StackedSpec(TensorSpec):
         """See `TensorSpec.read`."""
         return replace(self.one, names=self.names).read(find)
 
-    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+    def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the stacked array in `dtype`.
 
         If a file tensor holds all E matrices, it is stacked already.
         """
         if self.num_stacked:
             each = len(self.one.names)
-            parts = [jnp.stack(parts[i::each]) for i in range(each)]
+            xp = module_of(parts[0])
+            parts = [xp.stack(parts[i::each]) for i in range(each)]
+        if isinstance(parts[0], np.ndarray):
+            return np.stack([self.one.join(own, dtype) for own in zip(*parts, strict=True)])
         return jax.vmap(lambda *own: self.one.join(own, dtype))(*parts)
 
 

@@ -68,9 +68,9 @@ def _plain_divided(x: Any, dtype: Any) -> Any:
 
 
 def as_stored(specs: Any, files: TensorFiles, rename: Callable[[str], str]) -> Any:
-    """Return `specs` with which weights that the files store quantised are loaded quantised.
+    """Return `specs`, changed so that weights that are quantised in the files stay quantised.
 
-    The specs of other weights, and of weights in a form that must be unpacked, are unchanged.
+    Specs of unquantised weights, and of weights in a form that must be unpacked, are unchanged.
 
     Args:
         specs: a tree of weights, with `TensorSpec`s in the places of arrays.

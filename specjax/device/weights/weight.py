@@ -41,7 +41,7 @@ class Weight:
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Return whether `on(platform)` would change the form of this weight in `dtype`.
+        """Return whether `on(platform)` would change this weight, once its numbers have `dtype`.
 
         `platform` is "cpu" or "gpu".
         """
@@ -90,7 +90,7 @@ def weights_on(platform: str, params: Any, kernels: str = "auto") -> Any:
 
 
 def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
-    """Return how many bytes `weights_on` adds to parameters in `dtype` at most.
+    """Return the maximum number of bytes that `weights_on` adds to parameters in `dtype`.
 
     The leaves of `tree` are the arrays, or their `TensorSpec`s.
     """
@@ -116,7 +116,7 @@ class _Values(GetAttrKey):
 
 
 def weight(cls: W) -> W:
-    """Register a dataclass as a pytree of its fields in `ARRAYS`. Its other fields are static."""
+    """Register a dataclass as a pytree. The fields named in `ARRAYS` are leaves, others static."""
     names = [field.name for field in fields(cls)]
     arrays = [name for name in names if name in ARRAYS]
     static = [name for name in names if name not in arrays]

@@ -50,7 +50,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
 
 
 class _Found(NamedTuple):
-    """The continuation, of any source, from which the most accepted drafts are expected."""
+    """The best continuation of all sources: the one with the most expected accepted drafts."""
 
     best: Continuation
     num_drafts: int  # its tokens after those that are expected from rounds in flight
@@ -136,7 +136,7 @@ class Suggester:
         return suggested
 
     def expect(self, sequences: SequenceOf[Sequence]) -> list[TextDrafts] | None:
-        """Return what each sequence of the next round may draft from texts.
+        """Return the drafts that each sequence of the next round could get from texts.
 
         The round is not planned yet, and its number of drafts may depend on the result. While
         rounds have no drafts, texts are searched only in some rounds, to save the host's time; in

@@ -128,10 +128,10 @@ class TextIndex:
         """Return the best continuation of a text that ends with `tokens`.
 
         It has `num_in_flight` expected tokens, followed by at most `count` drafts. It is `NOTHING`
-        if no drafts are found. A match is an earlier occurrence of the last of `tokens`. For each
-        length n of a match, one continuation is built: each next token is the most frequent token
-        after the matches of at least n tokens. The continuation with the largest score is returned.
-        Of equal scores, the continuation of the longest match is returned.
+        if no drafts are found. A match is an earlier occurrence of the last n of `tokens`. For each
+        n that has matches, one continuation is built, token by token: the most frequent token after
+        the matches comes next. The continuation with the largest score is returned; if several have
+        this score, the one with the largest n.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING

@@ -76,8 +76,8 @@ class Fairness:
     def ks(self, goodput: Mapping[int, float], gains: Any, current: int | None) -> list[int]:
         """Return each K whose round slows down no range of context lengths too much.
 
-        Rounds without drafts may be faster than estimated, by the fraction `doubt`. A K other than
-        0 and `current` is returned only if it is allowed even then.
+        Rounds without drafts may be faster than estimated, by the fraction `doubt`. A new K
+        (neither 0 nor `current`) is returned only if it would be allowed even then.
 
         Args:
             goodput: see `of`.

@@ -62,7 +62,7 @@ class Policy(Protocol):
 
     @property
     def wish(self) -> SplitWish | None:
-        """A split round (only some requests draft) that would be faster once compiled; or None."""
+        """A split round, faster than the chosen round but not compiled yet; or None."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
@@ -260,8 +260,8 @@ class GoodputPolicy:
     def _hold(self, best: int, goodput: Mapping[int, float], fair: Collection[int]) -> int:
         """Return the K to use: `best` if it replaces the current K, and otherwise the current K.
 
-        `best` replaces the current K if `best` is clearly better, if the current K has not been the
-        best for many rounds in a row, or if the current K is not in `fair` (not allowed).
+        `best` replaces the current K if `best` is clearly better, if `best` was a little better in
+        many rounds in a row, or if the current K is not in `fair` (not allowed).
         """
         k = best if self._k is None else self._k
         lead = goodput[best] / goodput[k] - 1
@@ -368,10 +368,11 @@ class GoodputPolicy:
     ) -> int:
         """Return the K to try in the next round, or `best` if no try is due.
 
-        A K is tried if its time is so uncertain that its goodput may be the best. No K may be
-        slower than K = 0, so K = 0 is tried a few times in any case; with `is_limited`, it is tried
-        first. If no K was tried for `PROBE_EVERY` rounds, the neighbour of `best` used in the
-        fewest rounds is tried.
+        A K is tried if its time is so uncertain that its goodput may be the best. K = 0 is tried a
+        few times however slow it seems, because a round without drafts cannot take longer than one
+        with drafts. If a limit on slowdown applies (`is_limited`), K = 0 is tried first. After
+        `PROBE_EVERY` rounds without a try, the neighbour of `best` used in the fewest rounds is
+        tried.
         """
         if self._since_probe < FIRST_EVERY:
             return best

@@ -14,7 +14,7 @@ _ROOM = 64  # spare rows for requests, so that arrays seldom grow
 
 
 class TextDrafts(NamedTuple):
-    """What a request may draft from texts in the next round.
+    """The drafts that a request could get from texts in the next round.
 
     Attributes:
         num_drafts: number of drafts found, or 0.

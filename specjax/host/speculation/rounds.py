@@ -50,7 +50,7 @@ class SplitWish(NamedTuple):
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """The load of a round: what a policy may know before it chooses K.
+    """The load of a round: the facts that a policy may use to choose K.
 
     Attributes:
         num_sequences: number of sequences ready to decode.

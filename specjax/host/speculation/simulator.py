@@ -103,7 +103,8 @@ class Workload:
             log-odds of a typical request.
         contexts: number of tokens of each request's prompt; () if all prompts are empty.
         texts: for each request, the acceptance rate of drafts from texts, which replace all of the
-            drafter's drafts; 0 if no texts have drafts. () if this holds for all requests.
+            drafter's drafts; 0 if texts give the request no drafts. () if texts give drafts to no
+            request.
     """
 
     lengths: Sequence[int]

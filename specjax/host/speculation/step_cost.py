@@ -246,7 +246,7 @@ class _Row:
         """Add the time of a served round, a round with users' requests.
 
         `column` is the index of the round's K. `surprise` is log(served time / known time), and
-        `expected` is the estimate of it. The first few rounds change the estimate only a little.
+        `expected` is its current estimate. The first few rounds change the estimate only a little.
         The known time is from a profile or from artificial rounds.
         """
         served = self.served[column]
@@ -290,9 +290,10 @@ class _Row:
         return self.corrected([min(max(ms * factor, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K, a geometric mean of the times in serving and of `prior`.
+        """Return the time in ms of a round of each K (draft tokens): `prior`, corrected.
 
-        The weight of the times in serving grows with their number.
+        The result is a geometric mean of `prior` and of the times measured in serving. The more
+        times of a K were measured, the larger their weight.
         """
         columns = zip(prior, self._ms, self._weights, strict=True)
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]

@@ -1,4 +1,4 @@
-"""The choice between the drafter and texts, where what was bad for a while becomes good again."""
+"""The choice between drafter and texts, also if one of them becomes good after a bad time."""
 
 import math
 
@@ -14,7 +14,7 @@ K = 4
 
 
 class Text:
-    """A source that expects the token 1 again and again, and that all drafts are accepted."""
+    """A source of drafts that always predicts the token 1."""
 
     name = "text"
 
@@ -32,7 +32,7 @@ class Text:
 
 
 def run(suggester, sequence, num_rounds, of_text, of_drafter):
-    """Run rounds. Texts and the drafter have these numbers of accepted drafts.
+    """Run rounds in which texts or the drafter have the given numbers of accepted drafts.
 
     Return the number of rounds with drafts from texts.
     """
@@ -59,7 +59,7 @@ def test_a_score_that_is_no_number_is_refused():
 
 
 def test_texts_come_back_after_a_time_without_use():
-    """The second text is as promising as the first one, and better than the drafter."""
+    """After a request with useless texts, texts become better than the drafter for another one."""
     suggester = Suggester([Text(K)], K, "head")
     assert run(suggester, new_sequence(), 100, of_text=K, of_drafter=2) == 100
     few = run(suggester, new_sequence(), 10_000, of_text=0, of_drafter=2)
@@ -68,7 +68,7 @@ def test_texts_come_back_after_a_time_without_use():
 
 
 def test_the_drafter_comes_back_after_a_time_without_use():
-    """A request whose texts promise little was bad for the drafter, too, and then is not."""
+    """For one request, texts promise little, and the drafter is bad at first and good later."""
     suggester = Suggester([Text(0.5)], K, "head")
     suggester._mean_of_drafter = 2.0  # of other requests
     sequence = new_sequence()

@@ -1,4 +1,4 @@
-"""The index of texts, against a search through all positions."""
+"""The index of texts, compared with a search through all positions."""
 
 import random
 from pathlib import Path
@@ -16,7 +16,10 @@ from specjax.host.drafts.text_index import (
 
 
 def search(text, last, count, num_in_flight, limits):
-    """(tokens, score) by definition; `text` has all texts, each but the last with its END."""
+    """Return the tokens and the score of a continuation, by its definition.
+
+    `text` is all texts joined, with an `END` after each of them but the last.
+    """
     last = last[-limits.max_match :]
     for gram in GRAMS:
         ends = [i for i in range(gram, len(text)) if text[i - gram : i] == last[-gram:]]
@@ -59,7 +62,7 @@ def random_texts(rng, count, alphabet, longest):
 
 
 def real_texts():
-    """This file's and the index's own words."""
+    """Return the words of two source files, as one list of numbers."""
     words = "".join(
         Path(name).read_text() for name in (__file__, TextIndex.add.__code__.co_filename)
     )
@@ -73,8 +76,8 @@ LIMITS = SuffixLimits(), SuffixLimits(6, 0.5, 0.4), SuffixLimits(40, 3.0, 0.0)
 @pytest.mark.parametrize("limits", LIMITS)
 def test_continuations_are_those_of_a_search(limits):
     rng, num_found = random.Random(0), 0
-    groups = [random_texts(rng, 5, alphabet, 60) for alphabet in (2, 3, 8)] + [real_texts()]
-    for texts in groups * 3:
+    groups = [random_texts(rng, 5, alphabet, 60) for alphabet in (2, 3, 8)] * 3
+    for texts in [*groups, real_texts()]:
         index, text = TextIndex(), []
         for one in texts[:-1]:
             index.add(one)
@@ -118,7 +121,7 @@ def test_texts_that_came_and_went_leave_no_trace():
 
 
 def test_a_search_visits_no_ends_of_texts():
-    """Many texts may end alike: lines of code, or short answers."""
+    """Many texts may end with the same tokens, like lines of code or short answers."""
 
     class Counting(list):
         num_reads = 0

@@ -1,6 +1,6 @@
-"""What policies are measured in, and against: worlds whose truth is known, and simpler rules.
+"""Simulated workloads with known times and rates, and simple policies to compare with.
 
-The tests' gates and benchmarks/policies_simulated.py share it.
+Tests and benchmarks/policies_simulated.py share this module.
 """
 
 import math
@@ -38,7 +38,7 @@ NO_RATES = (1e-6, 1e-9, 1e-12, 1e-15, 1e-18)  # a simulated rate has log-odds, s
 
 
 def _untaxed_ms() -> Points:
-    """The seed's without what an additive fit says a step pays for drafting at all."""
+    """Return `SEED_MS` without the fixed cost of drafting, as an additive fit estimates it."""
     return {
         batch: {k: ms - (0.02 + 0.0175 * batch if k else 0.0) for k, ms in row.items()}
         for batch, row in SEED_MS.items()
@@ -46,7 +46,7 @@ def _untaxed_ms() -> Points:
 
 
 def _moe_ms() -> Points:
-    """Each token reads 8 of 128 experts: a step's weights grow with its tokens, then no more."""
+    """Return times of a mixture that reads 8 of 128 experts for each token."""
 
     def ms(batch: int, k: int) -> float:
         num_tokens = batch * (k + 1)
@@ -62,28 +62,29 @@ SHIFTS = (0.0, -1.0, 1.0)
 
 @dataclass(frozen=True)
 class Scenario:
-    """A grid of times, and what becomes of acceptance.
+    """A grid of times, and the course of acceptance.
 
     Attributes:
-        grid: which of `GRIDS`.
-        shift: of all log-odds of acceptance at half of all tokens; None: no draft ever stands.
+        grid: a key of `GRIDS`.
+        shift: added to all log-odds of acceptance after half of all tokens; None: no draft is ever
+            accepted.
     """
 
     grid: str
     shift: float | None = 0.0
 
     def world(self) -> World:
-        """Its truth."""
+        """Return the true times and rates."""
         rates = NO_RATES if self.shift is None else SEED_RATES
         return World(self.cost(), rates, BATCHES, shift=self.shift or 0.0)
 
     def cost(self) -> StepCost:
-        """Its times, of padded rounds."""
+        """Return the times of padded rounds."""
         return StepCost(GRIDS[self.grid], ks=KS, batches=BATCHES)
 
 
 class _Slot:
-    """One list of Ks, and the place in it."""
+    """The Ks to choose from at some batch sizes, and the current one."""
 
     def __init__(self, ks: tuple[int, ...], down_margin: float):
         self.ks, self.down_margin = ks, down_margin
@@ -96,7 +97,7 @@ class _Slot:
         return self.ks[self.at]
 
     def step(self) -> None:
-        """Down while the mean is below the middle between two Ks, else up while it is above."""
+        """Lower K while the mean is below the middle of two Ks; else raise K while it is above."""
         if self.k == 0:
             self.at = min(1, len(self.ks) - 1)
             if self.mean < 0:
@@ -114,9 +115,9 @@ class _Slot:
 
 
 class ThresholdPolicy:
-    """K by the mean number of accepted drafts, as SGLang's `--speculative-adaptive` (0.5.23).
+    """A policy like SGLang's `--speculative-adaptive` (0.5.23): K by the mean of accepted drafts.
 
-    Batch sizes have lists of Ks, its defaults, cut at `MAX_DRAFTS`. It knows no times.
+    Each batch size has SGLang's default list of Ks, up to `MAX_DRAFTS`. Times are not used.
     """
 
     SLOTS = {1: ((1, 3, 5), -0.25), 8: ((0, 1, 3), 0.0), 32: ((0, 1), 0.0), 64: ((0,), 0.0)}
@@ -129,14 +130,14 @@ class ThresholdPolicy:
         self._slots = {batch: _Slot(*slot) for batch, slot in self.SLOTS.items()}
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Times are of no use here."""
+        """Do nothing: times are not used."""
 
     def choose(self, load: DecodeLoad) -> int:
-        """K of the batch size's slot."""
+        """Return the current K for this batch size."""
         return self._slot(load.num_sequences).k
 
     def observe(self, outcome: Round) -> None:
-        """Move the mean, and now and then K."""
+        """Update the mean number of accepted drafts, and K after every few rounds."""
         num_sequences = sum(outcome.verdicts.values())
         slot = self._slot(num_sequences)
         if slot.k:
@@ -147,7 +148,7 @@ class ThresholdPolicy:
             slot.step()
 
     def learned(self) -> None:
-        """It knows no times."""
+        """Return None: no times are learned."""
 
     def _slot(self, num_sequences: int) -> _Slot:
         return self._slots[max(b for b in self._slots if b <= max(num_sequences, 1))]
@@ -173,13 +174,13 @@ MAKERS: Mapping[str, Callable[[Scenario], Policy | None]] = {
 
 
 def run(scenario: Scenario, name: str, seed: int, num_requests: int = 256) -> Outcome:
-    """A rollout with the policy of that name; the same seed has the same requests."""
+    """Simulate a rollout with the policy `name`. Equal seeds give equal requests."""
     workload = Workload.rollout(random.Random(seed), num_requests)
     return simulate(scenario.world(), workload, MAKERS[name](scenario), seed + 1000)
 
 
 def shifted(rates: tuple[float, ...], shift: float) -> list[float]:
-    """Unconditional rates whose log-odds, position by position, moved by `shift`."""
+    """Return the unconditional rates after `shift` is added to the log-odds at each position."""
     result, before, product = [], 1.0, 1.0
     for rate in rates:
         product *= 1 / (1 + math.exp(-shift) * (before / rate - 1))

@@ -1,18 +1,20 @@
-"""Rounds of requests that differ, on a model of an H100: who drafts, what it takes, what it gives.
+"""Rounds of different requests on a model of an H100, for tests of split rounds.
 
-The tests' gates and benchmarks/requests_simulated.py share it. The model is Llama-3.1-8B in
-bfloat16 with an EAGLE-1 head. It adds up what `steady_loads.H100_MS` was measured or estimated as:
+Tests and benchmarks/requests_simulated.py share this module. The model is Llama-3.1-8B in bfloat16
+with an EAGLE-1 head. In a round, m requests have K drafts each, and the other n - m requests have
+none. The time is composed of parts of `steady_loads.H100_MS`, which are measured or estimated:
 
     ms = T(rows) + 0.0117 max(n - 64, 0) + K d(m) + A (context + K context of the m / 32)
 
-- T(rows): the target over so many rows. It is what remains of `H100_MS` without the drafts, and
-  without the requests beyond 64 (that 256 requests of one row take longer than 64 of four).
-- d(m): a pass of the drafter over m requests. 0.546 ms at 1 and 0.628 at 64 are measured; from
-  there it grows by 0.002 per request (estimate).
-- A: a token of context is read once per round in 32 layers of 8 heads of 128 keys and values, and
-  once per draft in the head's only layer: 131,072 bytes at 0.95 of the card's 2,960 GB/s. Attention
-  was measured at 0.87 to 1.03 of that from 16 x 4,096 tokens on.
-- SPLIT_MS: a split round observes its two parts one after the other (estimate).
+- T(rows): the time of the target for all rows. It is `H100_MS` without the time of drafts, and
+  without the term for requests beyond 64 (256 requests of one row take longer than 64 of four).
+- d(m): one pass of the drafter over m requests. 0.546 ms at 1 and 0.628 ms at 64 are measured.
+  Above 64, it grows by 0.002 ms per request (estimate).
+- A: the time to read a token of context. In a round, it is read once in 32 layers with 8 heads of
+  128 keys and values. A draft reads it once in the head's only layer. These are 131,072 bytes at
+  0.95 of 2,960 GB/s. Attention was measured at 0.87 to 1.03 of this rate, for 16 x 4,096 or more
+  tokens.
+- SPLIT_MS: the drafter observes the two parts of a split round one after the other (estimate).
 """
 
 from collections import Counter
@@ -38,7 +40,10 @@ SPLIT_MS, NOISE = 0.15, 0.03
 
 
 def round_ms(m: int, k: int, others: int = 0, context: float = 0, others_context: float = 0):
-    """Milliseconds of m requests with k drafts and others without; sizes include padding."""
+    """Return the milliseconds of a round: m requests have k drafts, `others` have none.
+
+    Both numbers of requests include padding.
+    """
     rows, n = m * (k + 1) + others, m + others
     target = np.interp(rows, [*TARGET_MS], [*TARGET_MS.values()])
     a_pass = 0.546 + (0.628 - 0.546) * min(m, 64) / 64 + 0.002 * max(m - 64, 0)
@@ -48,7 +53,10 @@ def round_ms(m: int, k: int, others: int = 0, context: float = 0, others_context
 
 
 def replayed_cost(rng: np.random.Generator | None = None, error: float = 0.0) -> StepCost:
-    """What an engine measures as it starts, wrong by `error` (a standard deviation) for good."""
+    """Return the times that an engine measures at its start, with a constant relative error.
+
+    `error` is the standard deviation of the logarithm of each time.
+    """
     factors = np.ones((len(BATCHES), len(KS)))
     if rng is not None:
         factors = np.exp(error * rng.standard_normal(factors.shape))
@@ -65,14 +73,14 @@ EVERY = slice(None)
 
 @dataclass(frozen=True)
 class Served:
-    """Rounds of some requests: what each took, and the tokens and drafts of each request."""
+    """Rounds of some requests: the time of each round, and each request's tokens and drafts."""
 
     ms: np.ndarray  # [rounds]
     tokens: np.ndarray  # [rounds, n], expected
     drafts: np.ndarray  # [rounds, n]
 
     def speed(self, first: int = 0, who: slice = EVERY) -> float:
-        """Tokens per millisecond of some requests from a round on."""
+        """Return the tokens per millisecond of the requests `who`, from the round `first` on."""
         return float(self.tokens[first:, who].sum() / self.ms[first:].sum())
 
 
@@ -86,9 +94,10 @@ def serve(
     may_split: bool = True,
     ready: Collection[SplitShape] | None = None,
 ) -> Served:
-    """Rounds of requests that never end nor grow, each with a conditional rate of acceptance.
+    """Run rounds of requests that never end or grow, with a conditional acceptance rate each.
 
-    What came of a round is known after the next began. A policy that is a number is a static K.
+    The policy observes a round after it has chosen the next one. If `policy` is a number, it is the
+    K of all rounds.
     """
     rng, n = np.random.default_rng(seed), len(rates)
     lengths, rate = np.array(contexts), np.array(rates)[:, None]
@@ -137,7 +146,7 @@ def serve(
 
 
 def outcome_of(batch, k, who, accepted, lengths, ms) -> Round:
-    """What a policy is told of a round of the requests `who`."""
+    """Return the outcome of a round of the requests `who`, as a policy observes it."""
     counts = accepted[who].tolist()
     buckets = [context_bucket(length) for length in lengths[who]]
     verdicts = Counter(
@@ -148,5 +157,5 @@ def outcome_of(batch, k, who, accepted, lengths, ms) -> Round:
 
 
 def all_splits() -> frozenset[SplitShape]:
-    """Every shape that a round may be split into."""
+    """Return every shape of a split round."""
     return frozenset(SplitShape(m, k, o) for m in BATCHES for k in KS[1:] for o in BATCHES)

@@ -1,11 +1,12 @@
-"""Loads that stay as they are, on times measured on a GPU: what adaptive K reaches of static Ks.
+"""Constant loads with times measured on a GPU, to compare adaptive K with constant Ks.
 
-The tests' gates and benchmarks/policies_simulated.py share it. Times are milliseconds of a round of
+Tests and benchmarks/policies_simulated.py share this module. Times are milliseconds of a round of
 Llama-3.1-8B in bfloat16 with an EAGLE-1 drafter on an H100 (jax 0.11.2, commit 04df7ee). Batch
-sizes 1, 64 and 256 at K = 0, 1, 3 and 5 are steps measured as they were served. So is K = 2 at 64,
-relative to its neighbours. Batch sizes 4 and 16 up to K = 3 follow from tokens per second of static
-Ks, prompts included. All other cells are estimates: lines in K; beyond K = 3 at 4 and 16 what a
-draft takes at batch size 1, and rows of the target at 64.
+sizes 1, 64 and 256 at K = 0, 1, 3 and 5 were measured in served steps. K = 2 at batch size 64 was
+also measured, relative to K = 1 and 3. Batch sizes 4 and 16 up to K = 3 follow from tokens per
+second with constant K, including prompts. All other times are estimates. Most are linear in K. At
+batch sizes 4 and 16 beyond K = 3, they are the time of a draft at batch size 1 plus the time of the
+target's rows at 64.
 """
 
 import math
@@ -45,14 +46,14 @@ LAWS: Mapping[str, Callable[[float], Sequence[float]]] = {
 
 @dataclass(frozen=True)
 class Served:
-    """Rounds of a policy: what each took and gave on average, without noise."""
+    """Rounds of a policy: the K of each round, and its time and tokens without noise."""
 
     ks: np.ndarray
     ms: np.ndarray
     tokens: np.ndarray  # of a request
 
     def of_best_static(self, batch: int, law: str, rounds: slice) -> float:
-        """Tokens per millisecond of these rounds, over those of the static K with the most."""
+        """Return the speed in these rounds, divided by the speed of the best constant K."""
         rates = [LAWS[law](i / len(self.ks)) for i in range(len(self.ks))]
         tokens = np.cumsum([[1.0, *row] for row in rates], axis=1)[rounds].mean(axis=0)
         static = tokens / np.array([H100_MS[batch][k] for k in KS])
@@ -67,9 +68,10 @@ def serve(
     seed: int,
     wrong_ms: Mapping[int, float] | None = None,
 ) -> Served:
-    """Rounds of `batch` requests that never end. What came of one is known after the next began.
+    """Run rounds of `batch` requests that never end.
 
-    `wrong_ms` has times that the replays of this batch size find instead.
+    The policy observes a round after it has chosen the next one. `wrong_ms` replaces some of the
+    times that replays of this batch size measure.
     """
     rng, times = np.random.default_rng(seed), H100_MS[batch]
     replayed = H100_MS | {batch: times | (wrong_ms or {})}
@@ -107,7 +109,7 @@ def _factor(rng: np.random.Generator) -> float:
 def draw_verdicts(
     rng: np.random.Generator, rates: Sequence[float], k: int, batch: int
 ) -> Counter[DraftOutcome]:
-    """What becomes of k drafts of each request, by unconditional rates."""
+    """Draw the outcomes of k drafts for each request, given the unconditional rates."""
     verdicts, left, before = Counter(), batch, 1.0
     for i, rate in enumerate(rates[:k]):
         stood = int(rng.binomial(left, rate / before)) if left else 0

@@ -1,4 +1,4 @@
-"""Acceptance rates against counts kept at length, and against the law that draws the drafts."""
+"""Acceptance rates, compared with full records of drafts and with the true rates."""
 
 import random
 from collections import Counter
@@ -43,7 +43,7 @@ def moved(law, shift):
 
 
 def draw(rng, law, k, group=None):
-    """What becomes of k drafts of one request."""
+    """Draw the outcome of k drafts of one request."""
     num_accepted = 0
     while num_accepted < k and rng.random() < law[num_accepted]:
         num_accepted += 1
@@ -51,7 +51,7 @@ def draw(rng, law, k, group=None):
 
 
 def feed(acceptance, rng, law, k, *, batch, rounds, group=None):
-    """Rounds of k drafts."""
+    """Let `acceptance` observe rounds of k drafts."""
     for _ in range(rounds):
         acceptance.observe(Counter(draw(rng, law, k, group) for _ in range(batch)))
 
@@ -59,7 +59,10 @@ def feed(acceptance, rng, law, k, *, batch, rounds, group=None):
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
 def test_counts_are_those_of_drafts_that_were_looked_at(law, schedule):
-    """A position counts where all before it stood and K reached it; later rounds count more."""
+    """A draft counts if K reached its position and all drafts before it were accepted.
+
+    Later rounds weigh more.
+    """
     rng, acceptance, rounds = random.Random(0), Acceptance(MOST), 1200
     seen, stood = np.zeros((rounds, MOST)), np.zeros((rounds, MOST))
     drafted = np.zeros(rounds)
@@ -108,7 +111,7 @@ def test_a_round_without_drafts_teaches_nothing():
 
 
 def test_a_profile_is_believed_as_it_is():
-    """What it leaves open goes on from it."""
+    """Positions after the profile's last rate continue from this rate."""
     profile = [0.6812, 0.3914, 0.2035, 0.1014, 0.0514]
     assert Acceptance(MOST, profile).rates() == pytest.approx(profile, abs=1e-9)
     assert Acceptance(3, profile).rates("any") == pytest.approx(profile[:3], abs=1e-9)
@@ -122,7 +125,7 @@ def test_a_profile_is_believed_as_it_is():
 )
 @pytest.mark.parametrize("before, after", [("good", "bad"), ("bad", "good")])
 def test_a_change_is_followed(batch, rounds, error, before, after):
-    """Within three times the memory, however long it has been otherwise."""
+    """Rates follow a change within three times the memory, however long they were constant."""
     rng, acceptance = random.Random(5), Acceptance(MOST)
     feed(acceptance, rng, LAWS[before], MOST, batch=batch, rounds=2000 if batch == 1 else 200)
     feed(acceptance, rng, LAWS[after], MOST, batch=batch, rounds=rounds)
@@ -183,7 +186,7 @@ def test_few_verdicts_of_a_group_do_not_weigh_much():
 
 @pytest.mark.parametrize("at_once", [1, 7, 200])
 def test_groups_of_long_ago_are_forgotten(at_once):
-    """The rates of a forgotten one are those of nobody."""
+    """A forgotten group has the same rates as a group that never occurred."""
     acceptance, groups = Acceptance(2), [f"group {i}" for i in range(600)]
     for i in range(0, len(groups), at_once):
         new = {DraftOutcome(2, 0, group): 1 for group in groups[i : i + at_once]}
@@ -196,7 +199,7 @@ def test_groups_of_long_ago_are_forgotten(at_once):
 
 
 def test_rates_fall_with_the_context():
-    """A bucket begins where the one before it is; without another there are no buckets."""
+    """A bucket starts with the rates of the bucket before. A single bucket has no own rates."""
     laws, rng, acceptance = {0: [0.8] * MOST, 3: [0.2] * MOST}, random.Random(5), Acceptance(MOST)
     for _ in range(200):
         verdicts = [draw(rng, law, MOST)._replace(bucket=b) for b, law in laws.items()]
@@ -210,7 +213,7 @@ def test_rates_fall_with_the_context():
 
 
 def test_a_request_s_own_drafts_count_most():
-    """New requests have the rates of similar ones; the room for requests is bounded."""
+    """New requests have the rates of similar ones. The number of stored requests is limited."""
     rates, prior = RequestRates(2), [0.5, 0.25]
 
     def rates_of(*keys):

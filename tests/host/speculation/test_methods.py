@@ -1,4 +1,4 @@
-"""Policies by name."""
+"""Policies, made by their names."""
 
 import pytest
 from support.refusals import refusal

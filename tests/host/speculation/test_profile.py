@@ -1,4 +1,4 @@
-"""Profiles: what they say of each K, and what is not one."""
+"""Profiles: the figures they give for each K, and files that are refused."""
 
 import copy
 import json
@@ -71,7 +71,7 @@ def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
 
 
 def small(**changes):
-    """The content of a valid profile, with changes."""
+    """Return the content of a valid profile; `changes` replace its fields."""
     return {
         "is_online": False,
         "batch_stats": {"1": {"0": 2.0, "1": 3.0}, "64": {"0": 4.0, "2": 6.0}},
@@ -82,7 +82,7 @@ def small(**changes):
 
 
 def batch_64(**changes):
-    """The same with changes to the times of one batch size."""
+    """Return the content of a valid profile; `changes` replace times of batch size 64."""
     content = copy.deepcopy(small())
     content["batch_stats"]["64"] |= changes
     return content

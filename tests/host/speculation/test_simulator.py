@@ -1,6 +1,6 @@
-"""The simulator against closed forms, and what policies have to reach in it.
+"""The simulator, compared with closed forms; and minimum results of policies in it.
 
-The gates compare means over paired seeds: the same requests, and the same law, for every policy.
+Policies are compared by means over paired seeds: each policy serves the same requests.
 """
 
 import random
@@ -31,7 +31,7 @@ def make_world(**others):
 
 
 def alike(num_requests, length):
-    """Requests of one length, all there at once and without an effect of their own."""
+    """Return requests of one length that arrive together, and have equal acceptance rates."""
     return Workload([length] * num_requests, [0.0] * num_requests, [0.0] * num_requests)
 
 
@@ -40,7 +40,7 @@ def adaptive():
 
 
 class Watched:
-    """A policy whose rounds are kept."""
+    """A policy that records the loads and the rounds."""
 
     is_learning = True
 
@@ -92,7 +92,7 @@ def test_every_token_is_made_once(k):
 
 @pytest.mark.parametrize("k", KS)
 def test_a_static_k_alone_is_a_closed_form(k):
-    """Tokens per round are AL(k); their spread gives the bound."""
+    """The mean number of tokens per round is AL(k), with an error bound from its variance."""
     length = 30_000
     outcome = simulate(make_world(), alike(1, length), StaticPolicy(k), seed=1)
     probabilities = np.diff([0.0, *(1 - np.array(RATES[:k])), 1.0])
@@ -111,7 +111,7 @@ def test_a_static_k_alone_is_a_closed_form(k):
 
 @pytest.mark.parametrize("shift", [-1.0, 0.7])
 def test_regret_round_by_round(shift):
-    """From the trace and the tokens that a policy sees, as all requests are alike."""
+    """As all requests are equal, the regret follows from the trace and the observed tokens."""
     watched = Watched(adaptive())
     outcome = simulate(make_world(shift=shift, noise=0.0), alike(6, 2000), watched, seed=3)
     odds = np.divide(RATES, [1.0, *RATES[:-1]])
@@ -129,7 +129,7 @@ def test_regret_round_by_round(shift):
 
 @pytest.mark.parametrize("rates", [(0.5, 0.0, 0.0), (1.0, 1.0, 0.5), (0.0,)])
 def test_drafts_that_always_stand_or_never(rates):
-    """A profile may have such rates."""
+    """A profile may have acceptance rates of 0 and 1."""
     world = World(StepCost(POINTS, batches=BATCHES), rates, BATCHES)
     watched = Watched(StaticPolicy(len(rates)))
     simulate(world, alike(2, 3000), watched)
@@ -168,7 +168,10 @@ def test_it_waits_for_the_next_when_all_are_done():
 
 @cache
 def runs(grid, shift, name, is_small):
-    """Outcomes by seed: few and short ones, or those of the slow tests."""
+    """Return the outcome of each seed.
+
+    `is_small` selects few, short runs instead of slow tests'.
+    """
     num_seeds, num_requests = (2, 48) if is_small else (4, 256)
     scenario = Scenario(grid, shift)
     return [baselines.run(scenario, name, seed, num_requests) for seed in range(num_seeds)]
@@ -186,9 +189,19 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def is_daily(grid, shift):
+    """Return whether long runs of a grid and shift are daily: a third of all pairs."""
+    return ([*GRIDS].index(grid) + [*SHIFTS, None].index(shift)) % 3 == 0
+
+
+def long(grid, shift, *values):
+    mark = pytest.mark.slow if is_daily(grid, shift) else pytest.mark.nightly
+    return pytest.param(grid, shift, *values, marks=mark)
+
+
 @pytest.mark.parametrize("grid", ["seed", *(slow(grid) for grid in GRIDS if grid != "seed")])
 def test_the_oracle_regrets_nothing(grid):
-    """And nobody ends much before it, which takes the best round by round."""
+    """No policy is much faster than the oracle, although it is only optimal round by round."""
     oracle = runs(grid, 0.0, "oracle", True)
     assert regret(oracle) == 0
     for name in ("adaptive", "table", *(f"K = {k}" for k in KS)):
@@ -197,9 +210,10 @@ def test_the_oracle_regrets_nothing(grid):
         assert fmean(makespan_ratios(others, oracle)) > 0.96  # few seeds: 2 % of noise
 
 
-@pytest.mark.parametrize("is_small", [True, slow(False)])
-@pytest.mark.parametrize("shift", SHIFTS)
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid, shift, is_small", [
+    *((grid, shift, True) for grid, shift in product(GRIDS, SHIFTS)),
+    *(long(grid, shift, False) for grid, shift in product(GRIDS, SHIFTS)),
+])  # fmt: skip
 def test_adaptive_regrets_little(grid, shift, is_small):
     limit = 0.015 if grid == "seed" else 0.02
     found = regret(runs(grid, shift, "adaptive", is_small))
@@ -207,12 +221,11 @@ def test_adaptive_regrets_little(grid, shift, is_small):
 
 
 def rivals():
-    """Every grid, shift and other policy; a third of them by day, with each pair of these."""
-    for (i, grid), (j, shift) in product(enumerate(GRIDS), enumerate([*SHIFTS, None])):
-        for k, name in enumerate(("table", "table of the seed", "thresholds")):
-            is_daily = (i + j + k) % 3 == 0
-            marks = pytest.mark.slow if is_daily else pytest.mark.nightly
-            yield pytest.param(grid, shift, name, marks=marks)
+    """Yield all combinations of grid, shift and other policy; the seed's grid has one table."""
+    for grid, shift in product(GRIDS, [*SHIFTS, None]):
+        others = ("table of the seed",) if grid != "seed" else ()
+        for name in ("table", *others, "thresholds"):
+            yield long(grid, shift, name)
 
 
 @pytest.mark.parametrize("grid, shift, name", [*rivals()])
@@ -220,8 +233,10 @@ def test_adaptive_regrets_less_than(grid, shift, name):
     assert regret(runs(grid, shift, "adaptive", False)) < regret(runs(grid, shift, name, False))
 
 
-@pytest.mark.parametrize("grid, is_small", [("seed", True), *(slow(g, False) for g in GRIDS)])
-def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted(grid, is_small):
-    pair = [runs(grid, None, name, is_small) for name in ("adaptive", "K = 0")]
+@pytest.mark.parametrize("grid, shift, is_small", [
+    ("seed", None, True), *(long(grid, None, False) for grid in GRIDS),
+])  # fmt: skip
+def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted(grid, shift, is_small):
+    pair = [runs(grid, shift, name, is_small) for name in ("adaptive", "K = 0")]
     ratios = makespan_ratios(*pair)
     assert fmean(ratios) <= (1.015 if is_small else 1.01) and max(ratios) <= 1.02

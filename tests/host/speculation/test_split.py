@@ -1,4 +1,4 @@
-"""Split rounds: who drafts, what it gains on a model of an H100, and what is learned of it."""
+"""Split rounds: which requests draft, the gain on a model of an H100, and what is learned."""
 
 import numpy as np
 import pytest
@@ -34,12 +34,12 @@ def best_static(rates, contexts):
 
 
 def of(rates, n):
-    """Rates of n requests: the first half, and the second."""
+    """Return the values of n requests: one for the first half, another for the second half."""
     return [rates[0]] * (n // 2) + [rates[1]] * (n // 2)
 
 
 def test_those_whose_drafts_are_accepted_draft():
-    """More tokens than with any K for all, where rows cost time; and hardly fewer elsewhere."""
+    """If rows cost time, splits beat every common K. Otherwise, they are hardly slower."""
     for n, least in (4, 0.99), (64, 1.12):
         rates, contexts = of(HALVES, n), [1000] * n
         served = serve(adaptive(), rates, contexts, 400, 0)
@@ -49,7 +49,7 @@ def test_those_whose_drafts_are_accepted_draft():
 
 
 def test_long_requests_stop_drafting_if_it_does_not_pay():
-    """Those alone, if they may wait for the others' drafts, and nobody if not."""
+    """Only long requests stop if they may be slowed down (`max_slowdown`)."""
     rates, contexts = of((0.7, 0.02), 16), of((1000, 66_000), 16)
     served = serve(adaptive(max_slowdown=1.0), rates, contexts, 400, 0)
     drafts = served.drafts[200:].reshape(-1, 2, 8).mean(axis=(0, 2))
@@ -59,7 +59,7 @@ def test_long_requests_stop_drafting_if_it_does_not_pay():
 
 @pytest.mark.parametrize("n, rate, gain", [(4, 0.02, 1.0), (64, 0.02, 1.0), (64, 0.2, 1.5)])
 def test_no_range_of_lengths_is_slower_than_off(n, rate, gain):
-    """Unless `max_slowdown` allows it: rounds are short enough for what long requests accept."""
+    """Long requests are slower than without drafts only as far as `max_slowdown` allows."""
     rates, contexts = of((0.7, rate), n), of((1000, 66_000), n)
     parts = slice(0, n // 2), slice(n // 2, n)
     off = [serve(0, rates, contexts, 1, 0).speed(0, part) for part in parts]
@@ -73,14 +73,14 @@ def test_no_range_of_lengths_is_slower_than_off(n, rate, gain):
 @pytest.mark.parametrize("n", [1, 16, 256])
 @pytest.mark.parametrize("rate", [0.001, 0.1])
 def test_adaptive_is_never_slower_than_off(n, rate):
-    """Tries included, from the first round on."""
+    """The time of tries is included, from the first round on."""
     for context in 1000, 66_000:
         served = serve(adaptive(), [rate] * n, [context] * n, 800 if n == 1 else 300, 0)
         assert served.speed() >= 0.99 * n / round_ms(n, 0, 0, n * context)
 
 
 def test_a_request_that_improves_drafts_again():
-    """Old counts lose weight while it does not draft."""
+    """A request's old counts lose weight while it does not draft."""
     policy = adaptive()
     rates = of(HALVES, 64)
     serve(policy, rates, [1000] * 64, 300, 0)
@@ -89,7 +89,7 @@ def test_a_request_that_improves_drafts_again():
 
 
 def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
-    """The time of its program is learned; other shapes are estimated as before."""
+    """The time of its program is learned. Estimates of other shapes do not change."""
     policy, rates, contexts = adaptive(), of(HALVES, 64), [1000] * 64
     monkeypatch.setattr(h100_rounds, "SPLIT_MS", 6.0)
     served = serve(policy, rates, contexts, 400, 0)
@@ -98,7 +98,7 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
 
 
 def test_a_slow_program_is_dropped_at_once_though_two_programs_would_be_fast():
-    """Two programs run only while the one is missing. So their time no longer counts then."""
+    """Two programs run only while the joint program is missing, so their time no longer counts."""
     batches, shape, splitter = (4, 8), SplitShape(4, 3, 4), Splitter()
     cost = StepCost({b: {0: b, 3: 1.9 * b} for b in batches}, batches=batches)
     gains = np.array([[0, 0.9, 1.7, 2.4]] * 4 + [[0] * 4] * 4)
@@ -123,7 +123,7 @@ def test_few_long_requests_do_not_stop_the_others():
 
 
 def test_known_times_are_not_doubted():
-    """A profile's K is that of one range of lengths, where all ranges gain a little from drafts."""
+    """If all ranges of lengths gain a little from drafts, K is chosen as for a single range."""
     cost, rates = replayed_cost(), [0.13] + [0.0] * (KS[-1] - 1)
     found = []
     for contexts in [1000] * 4, of((800, 4100), 4):
@@ -139,7 +139,7 @@ def test_known_times_are_not_doubted():
 
 
 def test_requests_draft_if_texts_are_expected_to_be_accepted():
-    """Those alone, whatever the drafter achieves; and none if rows cost more than drafts gain."""
+    """Only requests with good texts draft; none does if its rows cost more than drafts gain."""
     policy, n = adaptive(), 64
     serve(policy, [0.02] * n, [1000] * n, 200, 0)
     nothing = TextDrafts(0, 0.0, 0.0)
@@ -160,7 +160,7 @@ def test_requests_draft_if_texts_are_expected_to_be_accepted():
 
 @pytest.mark.parametrize("ready, expected", [((), 32), ((SplitShape(32, 5, 32),), None)])
 def test_what_is_not_compiled_is_wished_for(ready, expected):
-    """A step of two programs reads the weights twice, and does not pay here."""
+    """Until its program is ready, a split round would read the weights twice, which is slower."""
     policy, wishes = adaptive(), []
     choose = policy.choose
 

@@ -1,4 +1,4 @@
-"""Adaptive K against every static K, at loads that stay, on times measured on a GPU."""
+"""Adaptive K compared with every constant K, at constant loads and times measured on a GPU."""
 
 from functools import cache
 
@@ -15,13 +15,13 @@ BATCHES = (1, 4, 16, 64, 256)
 
 @cache
 def runs(batch, law, wrong_ms=None):
-    """Of each seed; those of replays at K = 3, if they are to be wrong."""
+    """Return the rounds of each seed. `wrong_ms` is a wrong time of replays at K = 3, or None."""
     wrong = wrong_ms and {3: wrong_ms}
     return [serve(adaptive_policy(5), batch, law, ROUNDS, seed, wrong) for seed in range(SEEDS)]
 
 
 def parts(batch, law, rounds, wrong_ms=None):
-    """Tokens per millisecond of these rounds, over those of the best static K in hindsight."""
+    """Return, per seed, the speed in these rounds divided by the speed of the best constant K."""
     return [run.of_best_static(batch, law, rounds) for run in runs(batch, law, wrong_ms)]
 
 
@@ -36,13 +36,13 @@ def parts(batch, law, rounds, wrong_ms=None):
     ],
 )
 def test_it_ends_at_the_best_static_k(batch, law, rounds, median, least):
-    """It follows acceptance that falls, and loses little from cold."""
+    """Adaptive K also follows falling acceptance, and loses little at the start."""
     found = parts(batch, law, rounds)
     assert np.median(found) >= median and min(found) >= least
 
 
 def test_a_draft_that_only_replays_find_cheap_is_found_out():
-    """At batch size 4, K = 2 and 3 are both 16 padded rows, but served K = 3 takes 18 % more."""
+    """At batch size 4, K = 2 and 3 have 16 padded rows, but K = 3 takes 18 % longer in serving."""
     for rounds, least in (STEADY, 0.985), (COLD, 0.96):
         assert min(parts(4, "as measured", rounds, wrong_ms=7.88)) >= least
 

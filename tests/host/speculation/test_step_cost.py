@@ -1,4 +1,4 @@
-"""Times of rounds against numpy's interpolation, and what is learned of them against the truth."""
+"""Times of rounds compared with NumPy's interpolation, and learned times with true times."""
 
 import random
 from itertools import pairwise, product
@@ -13,7 +13,7 @@ from specjax.host.speculation.step_cost import StepCost, _monotone, _rising
 
 
 def bilinear(batch, k):
-    """Of the grid, by numpy, which is flat beyond it."""
+    """Return the time by NumPy's interpolation of `GRID`, which is constant outside of it."""
     rows = [np.interp(k, list(row), list(row.values())) for row in GRID.values()]
     return np.interp(batch, list(GRID), rows)
 
@@ -32,7 +32,7 @@ def test_linear_in_both_directions_or_that_of_the_round_that_it_is_padded_to():
 
 
 def test_beyond_the_points():
-    """Flat in the batch size and below the Ks, and a line above them."""
+    """Times are constant beyond the batch sizes and below the Ks, and linear above the Ks."""
     cost = StepCost({4: {1: 10.0, 3: 14.0}, 8: {1: 12.0, 3: 20.0}})
     assert [cost.ms(batch, 1) for batch in (1, 3, 4, 8, 9, 10**6)] == [10, 10, 10, 12, 12, 12]
     assert [cost.ms(4, k) for k in (0, 4, 5, 9)] == [10, 16, 18, 26]
@@ -81,7 +81,7 @@ def test_what_falls_is_taken_for_noise():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_rising_is_the_nearest_by_least_squares(seed):
-    """Such a fit has blocks of equal values, means of what they replace: all ways are tried."""
+    """The best fit has blocks of equal values, each the mean of its block: all blocks are tried."""
     rng = random.Random(seed)
     values = [float(rng.randint(0, 9)) for _ in range(rng.randint(1, 7))]
     fits = []
@@ -105,7 +105,7 @@ def test_both_directions_rise(seed):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_it_is_the_posterior_mean_of_a_gaussian_model(seed):
-    """By linear algebra: level = shared + own, each Gaussian, and noise of every round."""
+    """Computed by linear algebra: shared and own terms and the noise of rounds are Gaussian."""
     rng, n = np.random.default_rng(seed), 4
     points = [10.0, 20.0, 40.0, 80.0]  # so far apart that none has to be held between others
     cost = StepCost({1: dict(enumerate(points))})
@@ -127,7 +127,7 @@ def test_it_is_the_posterior_mean_of_a_gaussian_model(seed):
 
 
 def test_what_was_served_is_believed():
-    """Whatever others take: a GPU may run 4 rows faster than 3."""
+    """This holds even if times do not rise with K: a GPU may run 4 rows faster than 3."""
     times = {0: 10.0, 1: 11.0, 2: 14.0, 3: 12.0}
     cost = StepCost({1: {k: 10.0 + k for k in times}})
     for _ in range(40):
@@ -146,7 +146,7 @@ def test_what_was_never_served_lies_between_what_was():
 
 
 def test_other_batch_sizes_share_what_all_points_of_one_show():
-    """As the part of the host, which replays do not see."""
+    """An example is time of the host, which replays do not measure."""
     cost = StepCost(GRID, ks=KS, batches=BATCHES)
     for k in [*KS] * 3:
         cost.observe(16, k, 0, 1.1 * bilinear(16, k))
@@ -178,7 +178,7 @@ ERRORS = {
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_a_wrong_start_is_corrected(error, batch):
-    """Within 80 rounds of each K; so it is judged against the others rightly."""
+    """After 80 rounds of each K, times and the ratios between Ks are right."""
     rng = random.Random(0)
     points = {b: {k: error(b, k) * bilinear(b, k) for k in KS} for b in BATCHES}
     cost = StepCost(points, batches=BATCHES)
@@ -191,7 +191,7 @@ def test_a_wrong_start_is_corrected(error, batch):
 
 
 def test_what_slows_all_is_learned_from_one():
-    """A K that has not run since is judged like those that have."""
+    """The estimates of Ks that did not run since then change, too."""
     rng, cost = random.Random(1), StepCost(GRID, ks=KS, batches=BATCHES)
     for _ in range(200):
         cost.observe(64, 2, 0, bilinear(64, 2) * factor(rng))
@@ -240,7 +240,10 @@ def test_context_is_not_mistaken_for_drift(is_known):
 
 
 def test_times_of_long_contexts_are_learned_apart():
-    """Where they take more than is known, those of short ones stay, and so do other batch sizes."""
+    """If long contexts take more time than known, times of short contexts do not change.
+
+    Times of other batch sizes do not change either.
+    """
     known, added = 1e-5, 4e-5  # milliseconds per token
     cost = StepCost(GRID, ks=KS, ms_per_context_token=known, ms_per_context_draft=known)
     before = [cost.ms(64, 2, 64 * 1000), cost.ms(16, 2, 16 * 1000)]

@@ -16,7 +16,7 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Router(Protocol):
-    """A router: a hashable value. Its parameters are a pytree that no other code reads."""
+    """Chooses experts for rows. A router is hashable; only its own code reads its parameters."""
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """Return the parameters as `TensorSpec`s.

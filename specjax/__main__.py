@@ -1,0 +1,7 @@
+"""`python -m specjax`: the command `specjax`."""
+
+import sys
+
+from specjax.cli import main
+
+sys.exit(main())
