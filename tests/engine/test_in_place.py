@@ -1,4 +1,4 @@
-"""On a CPU, programs update the donated caches in place: their compiled code copies none."""
+"""On a CPU, programs update donated pages and states in place: their compiled code copies none."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.gated_delta_rule import DeltaRuleCache
 from pallas_kernels.page_formats import PAGE_FORMATS
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
@@ -47,7 +48,7 @@ def hlo_shape(x):
 
 
 @pytest.mark.parametrize("model, name", CASES)
-def test_no_cache_is_copied(model, name):
+def test_pages_and_states_are_not_copied(model, name):
     config, speculation, num_layers, format_ = MODELS[model]
     speculation = speculation | {"num_speculative_tokens": K}
     parts = step.open_parts(str(CONFIGS / config), speculation, num_layers, "float32")
@@ -67,6 +68,8 @@ def test_no_cache_is_copied(model, name):
     ]
     run = jitted(PROGRAMS[name], Static(made, layout))
     compiled = run.lower(parts.params, state, *packed).compile()
-    caches = [x for x in jax.tree.leaves((state.caches, state.drafter)) if x.ndim > 3]
+    # The rings of recurrent layers, which hold a few tokens of each request, are copied.
+    caches = [x.state if isinstance(x, DeltaRuleCache) else x for x in state.caches]
+    large = [x for x in jax.tree.leaves((caches, state.drafter)) if x.ndim > 3]
     copied = re.findall(r"= (\w+\[[\d,]+\])\S* copy\(", compiled.as_text())
-    assert caches and not {hlo_shape(x) for x in caches} & set(copied)
+    assert large and not {hlo_shape(x) for x in large} & set(copied)

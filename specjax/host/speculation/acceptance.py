@@ -116,6 +116,7 @@ class Acceptance:
         self._all = _Counts(max_drafts)
         self._groups: dict[Hashable, _Counts] = {}  # by (group, bucket)
         self._buckets: dict[int, _Counts] = {}
+        self._found: dict[Hashable, list[float]] = {}  # results of `rates`, until counts change
 
     def rates(self, group: Hashable = None, bucket: int = 0) -> list[float]:
         """Return the unconditional rates of drafts 1..max_drafts for a group's requests.
@@ -123,6 +124,8 @@ class Acceptance:
         `bucket` is the number of the range (see `contexts`) that contains the requests' lengths. If
         `group` has no counts in this bucket, the rates of the bucket are returned.
         """
+        if (group, bucket) in self._found:
+            return self._found[group, bucket]
         rates, known = self._pooled(), []
         if len(self._buckets) > 1:
             known = [self._buckets[b] for b in sorted(self._buckets) if b <= bucket]
@@ -130,7 +133,8 @@ class Acceptance:
             known.append(counts)
         for counts in known:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
-        return list(accumulate(rates, mul))
+        self._found[group, bucket] = list(accumulate(rates, mul))
+        return self._found[group, bucket]
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Count the outcomes of a round. `verdicts` maps each outcome to its number of requests."""
@@ -147,6 +151,7 @@ class Acceptance:
                 seen.setdefault(one, []).append((verdict, count))
         if not seen:
             return
+        self._found.clear()
         for counts, pairs in seen.items():
             counts.learn(pairs)
         while len(self._groups) > MAX_GROUPS:
@@ -158,6 +163,7 @@ class Acceptance:
 
         This hardly changes the rates over all requests, but lets new counts change them faster.
         """
+        self._found.clear()
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._buckets.values(), *self._groups.values()):
             counts.forget(factor)

@@ -402,9 +402,11 @@ class GoodputPolicy:
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or (load.requests is not None and not any(load.requests.limits)):
             return 0
+        self._parked += not self._trial
+        if not (self._trial or self._is_due or self._parked >= self._patience):
+            return 0
         k = max(drafting, key=lambda k: drafting[k])
         if not self._trial:
-            self._parked += 1
             num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
             ms, plain = (self.cost.ms(load.num_sequences, x, load.num_context) for x in (k, 0))
             loss = ms - plain if is_limited else (1 - goodput[k] / goodput[0]) * ms
