@@ -184,7 +184,8 @@ def _truth(form: str, x: jax.Array, values: jax.Array, scales: jax.Array | None 
     elif form == "int4":
         groups = values.reshape(len(values), -1, GROUP // 2)
         numbers = jnp.concatenate([groups & 15, groups >> 4], -1).astype(jnp.float32) - 8
-        matrix = (numbers * scales.T[..., None]).reshape(len(values), -1).T  # pyright: ignore
+        by_group = scales.T[..., None].astype(jnp.float32)  # pyright: ignore
+        matrix = (numbers * by_group).reshape(len(values), -1).T
     else:
         side = (GROUP, GROUP) if form == "block" else (1, x.shape[1])
         by_row = jnp.repeat(scales, side[0], 0)[: len(values)]

@@ -74,7 +74,7 @@ def _serve(
 ) -> tuple[jax.Array, DeltaRuleCache]:
     """Run the rule on tokens x [B, T, inputs]. `start` i32[B] has their first positions."""
     batch, num_rows, _ = x.shape
-    positions = start[:, None] + jnp.arange(num_rows, dtype=jnp.int32)
+    positions = start[:, None] + jnp.arange(num_rows, dtype=jnp.int32)[None]
     slots = jnp.arange(batch, dtype=jnp.int32)
     where = jnp.int32(0), slots, positions, pending
     return gated_delta_rule(x, weights, cache, *where, folds=folds, eps=EPS, kernels=kernels)

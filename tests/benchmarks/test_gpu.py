@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -401,15 +402,38 @@ def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch,
     assert last.get("passes") is passes and ("absent" in last) == (code is None)
 
 
+# Groups of cases that run here in this process, which has imported JAX, and in the nightly dry run.
+GROUPS = "grid", "host", "kernels", "loading", "parallel", "peers", "projections", "smoke"
 # Whole engines but those of grid and host, as all are made in the same way; and comparisons of
 # kernels with references, which smoke and tests/kernels have, too.
 NIGHTLY = "tokens", "watch", "adaptive", "models", "profile", "correct"
+DRY = "card", "memory"  # in processes of their own, as on a GPU machine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_cases_run_on_the_cpu(runner, plan, monkeypatch, group):
+    timing = importlib.import_module("timing")
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)  # as in a process of its own
+    lines = []
+    for case in runner[1].select([group]):
+        if case.on_cpu:
+            module, _, name = case.function.partition(":")
+            measure = getattr(importlib.import_module(module), name)
+            rows = measure(timing.Setting(is_cpu=True), **case.arguments)
+            lines += [{"case": case.name, "status": "result", **row} for row in rows]
+    assert lines and not plan.report(json.dumps(line, default=float) for line in lines)
+
+
+def test_every_group_of_cases_runs_on_the_cpu(runner):
+    groups = {case.group for case in runner[1].CASES if case.on_cpu}
+    assert groups == {*GROUPS, *NIGHTLY, *DRY}
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(["--without", *NIGHTLY], marks=pytest.mark.slow),
+        pytest.param(["--without", *GROUPS, *NIGHTLY], marks=pytest.mark.slow),
         pytest.param([], marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],
