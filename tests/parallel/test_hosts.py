@@ -49,14 +49,17 @@ def error_after(leader, do):
     return said(leader)["error"], time.monotonic() - start
 
 
+# The axis along which two devices divide a matrix of a checkpoint.
+AXES = dict.fromkeys(["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"], 0)
+AXES |= dict.fromkeys(["o_proj", "down_proj"], 1)
+
+
 def with_own_half(checkpoints, folder, rank):
     """Return a copy of a target. The halves of projections that `rank` must not read are NaN."""
-    by_rows = "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"
 
     def spoil(tensors):
         for name, tensor in tensors.items():
-            if "_proj" in name:
-                axis = int(name.split(".")[-2] not in by_rows)
+            if (axis := AXES.get(name.split(".")[-2])) is not None:
                 half = tensor.shape[axis] // 2
                 tensor.narrow(axis, (1 - rank) * half, half).fill_(float("nan"))
         return tensors
@@ -68,34 +71,18 @@ def with_own_half(checkpoints, folder, rank):
 
 def test_two_processes_give_what_one_gives(checkpoints):
     """Each process reads only its parts of the weights. If one stops answering, both end."""
-    target, head = llama(checkpoints), eagle3(checkpoints)
-    mtp = str(hybrid(checkpoints))
-    eagle = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 3}
-    plan = [
-        {
-            "folder": str(target.folder),
-            "updated": str(llama(checkpoints, seed=1).folder),
-            "speculative_config": eagle,
-        },
-        {
-            "folder": mtp,
-            "updated": None,
-            "speculative_config": {
-                "method": "mtp",
-                "num_speculative_tokens": 3,
-                "with": ["suffix"],
-            },
-        },
-    ]
-    halves = {str(i): {"folder": with_own_half(checkpoints, target.folder, i)} for i in range(2)}
-    whole = [{**plan[0], "own": halves, "then": "run all"}, {**plan[1], "then": "run all"}]
-    with processes(*whole, {"folder": str(target.folder)}) as (leader, follower):
-        for part in plan:
-            expected = run_all(**part)
-            assert expected["num_preemptions"] and expected["hits"] and expected["counts"][1]
-            reply = said(leader)
-            assert same(reply, {"found": expected}), reply
-            assert said(follower) == {"found": None}
+    folder = hybrid(checkpoints)
+    drafting = {"method": "mtp", "num_speculative_tokens": 3, "with": ["suffix"]}
+    part = {"folder": str(folder), "speculative_config": drafting}
+    run = {**part, "updated": str(hybrid(checkpoints, seed=1))}
+    halves = {str(i): {"folder": with_own_half(checkpoints, folder, i)} for i in range(2)}
+    # The second engine has the programs of the first.
+    with processes({**run, "own": halves, "then": "run all"}, part) as (leader, follower):
+        expected = run_all(**run)
+        assert expected["num_preemptions"] and expected["hits"] and expected["counts"][1]
+        reply = said(leader)
+        assert same(reply, {"found": expected}), reply
+        assert said(follower) == {"found": None}
         error, seconds = error_after(leader, lambda: follower.send_signal(signal.SIGSTOP))
         assert error.startswith("HostsError: process 1 (") and "does not answer" in error
         assert LIMIT <= seconds < LIMIT + 10

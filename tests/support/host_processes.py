@@ -35,11 +35,10 @@ def start(
     )
 
 
-def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
+def run_all(folder: str, updated: str, **options: Any) -> dict[str, Any]:
     """Run an engine through all events that change its steps. Return JSON-compatible results.
 
-    If `updated`, a folder of new weights, is None, the changes of K, the sleeps and the weight
-    update are left out.
+    `updated` is a folder of new weights.
     """
     import pytest
     from support.engines import SIZES, generate, give_pages, hold_pages, random_prompts
@@ -70,10 +69,9 @@ def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
         note("first")
         metrics = llm.metrics()
         found["counts"] = metrics.num_draft_tokens, metrics.num_accepted_tokens
-        if updated is not None:
-            engine.set_policy(StaticPolicy(1))
-            note("with another K")
-            engine.set_policy(StaticPolicy(3))
+        engine.set_policy(StaticPolicy(1))
+        note("with another K")
+        engine.set_policy(StaticPolicy(3))
         compiled = len(engine.programs.ready)
         note("from the prefix cache")
         found["hits"] = llm.metrics().prefix_cache_hits
@@ -85,13 +83,12 @@ def run_all(folder: str, updated: str | None, **options: Any) -> dict[str, Any]:
         next(left)
         left.close()
         note("after an abort")
-        if updated is not None:
-            for level in 1, 2:
-                rl.sleep(level)
-                rl.wake_up()
-            note("after a sleep")
-            rl.update_weights(updated)
-            note("updated")
+        for level in 1, 2:
+            rl.sleep(level)
+            rl.wake_up()
+        note("after a sleep")
+        rl.update_weights(updated)
+        note("updated")
         assert len(engine.programs.ready) == compiled
         engine.programs.elsewhere(has_programs, compiled)
     return json.loads(json.dumps(found))

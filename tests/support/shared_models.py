@@ -39,9 +39,9 @@ def eagle3(checkpoints: Checkpoints) -> HeadFiles:
     return checkpoints.eagle3(llama(checkpoints), draft_vocab=40)
 
 
-def hybrid(checkpoints: Checkpoints) -> Path:
+def hybrid(checkpoints: Checkpoints, *, seed: int = 0) -> Path:
     """Return a target with a recurrent layer, an attention layer and an MTP module."""
-    target = checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
+    target = checkpoints.target("qwen3_5_text", seed=seed, vocab_size=VOCAB, eos_token_id=EOS)
     return checkpoints.mtp(target).folder
 
 
