@@ -313,7 +313,7 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
     ks = iter([0, 2] * 100)
     watched = Recording((0, 2), lambda load: next(ks))
     slow_engine.set_policy(watched)
-    serve(slow_engine, requests_of(18))
+    serve(slow_engine, requests_of(40))
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
     # A round seems shorter by what the result before it was read late.
@@ -324,7 +324,7 @@ def test_chunks_are_no_part_of_a_round(slow_engine):
     """Prompts take the same time for every K, so the time of a round must not include them."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
-    first, second = requests_of(14, 2)
+    first, second = requests_of(30, 2)
     slow_engine.add(first)
     for _ in range(8):
         slow_engine.step()
@@ -338,7 +338,7 @@ def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
     watched, timed = Recording((2,), lambda load: 2), []
     watched.shape_ready = lambda batch, k, time: timed.append(time())
     slow_engine.set_policy(watched)
-    (request,) = requests_of(9, 1)
+    (request,) = requests_of(12, 1)
     slow_engine.add(request)
     for _ in range(4):
         slow_engine.step()
