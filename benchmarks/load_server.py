@@ -102,7 +102,7 @@ async def run(
     settings: argparse.Namespace, port: int, pages: int | None
 ) -> tuple[list[Any], list[str]]:
     """Start a server and run a load. Return the rows of its table, and the faults."""
-    command = [sys.executable, "-m", "specjax.cli", "serve", MODEL, "--drafter", DRAFTER]
+    command = [sys.executable, "-m", "specjax", "serve", MODEL, "--drafter", DRAFTER]
     sizes = SIZES | SHAPES | {"port": port, "device": settings.device}
     if pages is not None:
         sizes["num-pages"] = pages
@@ -113,7 +113,7 @@ async def run(
     log = settings.json.with_suffix(f".{port}.log")
     with log.open("w") as errors, subprocess.Popen(command, cwd=ROOT, stderr=errors) as server:
         try:
-            await first_answer(port)
+            await first_answer(port, server)
             seconds = time.perf_counter() - started
             load, memory = Load(), []
             end = time.perf_counter() + settings.seconds
@@ -130,9 +130,13 @@ async def run(
     return check(load, metrics, memory, seconds), load.faults
 
 
-async def first_answer(port: int) -> None:
-    """Wait for the answer to a first request."""
-    while True:
+async def first_answer(port: int, server: subprocess.Popen) -> None:
+    """Wait for the answer to a first request.
+
+    Raises:
+        RuntimeError: the server has ended.
+    """
+    while server.poll() is None:
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
         except OSError:
@@ -142,6 +146,7 @@ async def first_answer(port: int) -> None:
         assert b'"finish_reason":"length"' in await reader.read(-1)
         writer.close()
         return
+    raise RuntimeError(f"the server on port {port} ended with {server.returncode}")
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:

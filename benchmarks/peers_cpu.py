@@ -34,7 +34,7 @@ SHOWN = {
 def bench(words: list[str], folder: str) -> dict[str, Any]:
     """Run `specjax bench` with the arguments `words`, and return its result."""
     path = Path(folder, f"{words[0]}.json")
-    command = [sys.executable, "-m", "specjax.cli", "bench", *words, "--output-json", str(path)]
+    command = [sys.executable, "-m", "specjax", "bench", *words, "--output-json", str(path)]
     subprocess.run(command, check=True)
     return json.loads(path.read_text())
 

@@ -34,7 +34,8 @@ BLOCK = "adaptive K, block verification"  # draws other tokens, from the same di
 POLICIES = STATIC, ADAPTIVE, HISTORY, BLOCK
 NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
-MAX_MODEL_LEN, PAGE_SIZE, PREFILL_WIDTH = 448, 16, 64
+MAX_MODEL_LEN, PAGE_SIZE = 448, 16
+NUM_PREFILLED = 256  # tokens of a prefill step, if there are few programs
 TAIL = 0.25  # the tail begins when fewer requests than this fraction of max_num_seqs run
 WARM_UP = 128  # number of samples to warm up
 
@@ -130,8 +131,10 @@ def open_engines(
     sizes: dict[str, Any] = {}
     if settings.decode_batches is not None:  # few programs, which are compiled sooner
         sizes["decode_batches"] = tuple(settings.decode_batches)
-        sizes["prefill_shapes"] = ((4, PREFILL_WIDTH),)
-        sizes["max_num_batched_tokens"] = 4 * PREFILL_WIDTH
+        # One for new prompts. One for further samples, which share all pages but the last.
+        shapes = (4, NUM_PREFILLED // 4), (NUM_PREFILLED // PAGE_SIZE, PAGE_SIZE)
+        sizes["prefill_shapes"] = shapes
+        sizes["max_num_batched_tokens"] = NUM_PREFILLED
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(

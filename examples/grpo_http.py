@@ -164,7 +164,7 @@ def served() -> Iterator[Client]:
         port = free.getsockname()[1]
     shared = SHARED if SHARED.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="specjax-grpo-", dir=shared) as root:
-        command = [sys.executable, "-m", "specjax.cli", "serve", MODEL, *FLAGS]
+        command = [sys.executable, "-m", "specjax", "serve", MODEL, *FLAGS]
         command += ["--port", str(port), "--rl", "--rl-weights-root", root]
         process = subprocess.Popen(command)
         try:

@@ -175,7 +175,7 @@ def server_command(args: argparse.Namespace, model: str, port: int) -> list[str]
     Raises:
         ValueError: options contradict each other.
     """
-    words = [sys.executable, "-m", "specjax.cli", "serve", model, "--port", str(port)]
+    words = [sys.executable, "-m", "specjax", "serve", model, "--port", str(port)]
     words += ["--disable-uvicorn-access-log", "--per-request-spec-decode-metrics", "summary"]
     for name, value in read_engine(args, model).items():
         flag = f"--{name.replace('_', '-')}"
