@@ -128,7 +128,7 @@ class DraftModelState:
     caches: tuple[Any, ...]  # one per cache kind of the model
     snapshots: tuple[Any, ...]  # one per cache kind; None for a kind without snapshots
     num_missing: jax.Array  # i32[S], number of the last accepted drafts that were never run
-    ran: jax.Array  # i32[S, W], the drafts that the model has run in the latest round, then -1
+    ran: jax.Array | None  # i32[S, W], drafts that the latest round ran, then -1; None if W is 0
     pending: jax.Array  # i32[S], number of accepted tokens that recurrent states lack
 
 
@@ -168,14 +168,14 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
         A request has the same pages and the same slot as in the target's caches.
         """
-        model, count = self.head.model, sizes.num_snapshots
+        model, count, size = self.head.model, sizes.num_snapshots, self.max_missing - 1
         # A recurrent model runs all drafts again in each pass, after those that its state lacks.
         sizes = sizes._replace(max_rows=max(sizes.max_rows, 2 * self.max_missing))
         return DraftModelState(
             init_caches(model, sizes, dtype),
             tuple(kind.init_snapshots(count, dtype) for kind in model.cache_kinds),
             num_missing=jnp.zeros(sizes.num_slots, jnp.int32),
-            ran=jnp.full((sizes.num_slots, self.max_missing - 1), -1, jnp.int32),
+            ran=jnp.full((sizes.num_slots, size), -1, jnp.int32) if size else None,
             pending=jnp.zeros(sizes.num_slots, jnp.int32),
         )
 
@@ -246,7 +246,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
         draft, most = Draft.stacked(drafts, probs, len(starts)), self.head.model.max_position
         if most < context.history.tokens.shape[1]:  # the draft model does not know later positions
             draft = draft._replace(counts=jnp.clip(most - starts, 0, k))
-        if size := state.ran.shape[1]:
+        if state.ran is not None:
+            size = state.ran.shape[1]
             ran = jnp.pad(draft.tokens[:, : max(k - 1, 0)], ((0, 0), (0, size)), constant_values=-1)
             state = replace(state, ran=state.ran.at[context.slots].set(ran[:, :size], mode="drop"))
         return draft, replace(state, caches=caches)
@@ -297,12 +298,12 @@ class DraftModel(HeadDrafter[ModelWeights]):
     def _num_missing(self, state: DraftModelState, seen: Observation) -> jax.Array:
         """Return how many of each request's accepted drafts the model has not run, i32[B]."""
         assert seen.k is not None, "a chunk has no drafts"
-        if not (size := state.ran.shape[1]):
+        if state.ran is None:
             return ((seen.last == seen.k) & (seen.k > 0)).astype(seen.last.dtype)
         ran = state.ran.at[seen.slots].get(mode="fill", fill_value=-1)[:, : seen.k]
         is_same = (ran == seen.tokens[:, 1 : 1 + ran.shape[1]]).astype(seen.last.dtype)
         num_same = jnp.cumprod(is_same, axis=1).sum(axis=1)
-        return jnp.minimum(seen.last - jnp.minimum(seen.last, num_same), size + 1)
+        return jnp.minimum(seen.last - jnp.minimum(seen.last, num_same), self.max_missing)
 
 
 def load(
