@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packed_matmul import FourBits
-from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
-from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
+from specjax.device.weights.matrix import BLOCK_COLUMNS, FEW_ROWS, Blocks, Dense
 from specjax.device.weights.narrow import narrow
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.scaled import Scaled
@@ -28,7 +27,7 @@ def dense(num_in=24, parts=PARTS, dtype="float32"):
 
 
 @pytest.mark.parametrize("platform, kind", [("cpu", Blocks), ("gpu", Dense)])
-@pytest.mark.parametrize("num_rows", [0, 1, 8, MAX_ROWS, 2 * MAX_ROWS + 3])
+@pytest.mark.parametrize("num_rows", [0, 1, FEW_ROWS, FEW_ROWS + 1])
 def test_products_are_those_of_the_matrix(platform, kind, num_rows):
     plain = dense()
     weight = plain.on(platform)
@@ -92,20 +91,27 @@ def test_sums_are_of_the_type_that_is_asked_for():
     """512 + 1 is 512 in bfloat16, so a sum in bfloat16 would lose the 1."""
     weight = Dense(jnp.ones((3, BLOCK_COLUMNS), jnp.bfloat16))
     x = jnp.array([[512, 1, -512]], jnp.bfloat16)
-    for form in weight, Blocks(weight.values[None]), Table(weight.values.T):
+    for form in weight, Blocks(weight.values, blocks=weight.values[None]), Table(weight.values.T):
         made = form.multiply(x, jnp.float32)
         assert made.dtype == jnp.float32 and (made == 1).all()
 
 
-def test_rows_may_have_several_axes_and_few_be_multiplied_at_a_time(monkeypatch):
-    """Blocks of drafts have rows with two axes.
-
-    Rows are split if their copies take too much memory.
-    """
-    monkeypatch.setattr(matrix, "MAX_COPIED", 1)
-    plain, x = dense(), jnp.asarray(np.random.default_rng(2).normal(size=(4, 5, 24)), jnp.float32)
+@pytest.mark.parametrize("shape", [(2, 4), (4, 5)])
+def test_rows_may_have_several_axes(shape):
+    plain = dense()
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(*shape, 24)), jnp.float32)
     made = plain.on("cpu").multiply(x)
     np.testing.assert_allclose(made, plain.multiply(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows, is_batch", [(FEW_ROWS, True), (FEW_ROWS + 1, False)])
+def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch):
+    """XLA runs a batch of products on one core."""
+    x = jnp.ones((num_rows, 24))
+    for multiply in Blocks.multiply, lambda w, x: Blocks.multiply_from(w, x, 64):
+        lines = str(jax.make_jaxpr(multiply)(dense().on("cpu"), x)).splitlines()
+        (dot,) = [line for line in lines if "dot_general" in line]
+        assert (f"{num_rows},64]" in dot) == is_batch, dot
 
 
 @pytest.mark.parametrize("given", [{"parts": (("q", 100),)}, {"dtype": "bfloat16"}])

@@ -1,7 +1,8 @@
-"""Weights of projections: matrices as they are loaded, or in blocks of columns for CPUs."""
+"""Weights of projections: matrices as they are loaded, on CPUs also in blocks of columns."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -13,8 +14,7 @@ from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
-MIN_ROWS, MAX_ROWS = 8, 128  # smallest and largest limit on the rows in one product
-MAX_COPIED = 2**26  # maximum bytes of rows that one product copies
+FEW_ROWS = 8  # maximum number of rows that are multiplied by blocks
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -101,7 +101,7 @@ class Dense(Matrix):
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
-        """Return the matrix as `Blocks` if devices of `platform` then multiply faster.
+        """Return the matrix as `Blocks` if devices of `platform` then multiply few rows faster.
 
         A matrix on several devices is returned unchanged. So is a matrix in host memory (a NumPy
         array), as in an engine that sleeps.
@@ -112,50 +112,41 @@ class Dense(Matrix):
         if not self.changes_on(platform, values.dtype):
             return self
         blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
-        # Always a copy: JAX does not copy again, and a view would keep the whole matrix in memory.
-        own = np.array(blocks, order="C")
-        return Blocks(jax.device_put(own, values.sharding), self.parts)
+        own = jax.device_put(np.array(blocks, order="C"), values.sharding)
+        return Blocks(values, self.parts, self.axis, blocks=own)
 
 
 @weight
 @dataclass(frozen=True)
-class Blocks(Matrix):
-    """A matrix as blocks of columns [out / 64, in, 64], which are multiplied as a batch.
+class Blocks(Dense):
+    """A matrix [in, out], and its copy as blocks of columns [out / 64, in, 64].
 
     On a CPU, two to eight rows take XLA nearly twice as long as one row if the matrix is one array
-    [in, out]. With blocks, they take at most 1.5 times as long.
+    [in, out]. If they are multiplied by a batch of blocks, they take at most 1.5 times as long.
+    More rows are multiplied by the one array, because XLA runs a batch on one core.
     """
 
-    @property
-    def num_out(self) -> int:
-        """See `Matrix`."""
-        return self.values.shape[0] * self.values.shape[2]
+    blocks: jax.Array = field(kw_only=True)
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """See `Matrix`."""
-        y = self._multiply(x.reshape(-1, x.shape[-1]), self.values, dtype)
+        if math.prod(x.shape[:-1]) > FEW_ROWS:
+            return super().multiply_part(x, dtype)
+        y = _multiply_blocks(x.reshape(-1, x.shape[-1]), self.blocks, dtype)
         return y.reshape(*x.shape[:-1], self.num_out)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """See `Matrix`."""
-        if first % BLOCK_COLUMNS:
+        if len(x) > FEW_ROWS or first % BLOCK_COLUMNS:
             return self.multiply(x)[:, first:]
-        return self._multiply(x, self.values[first // BLOCK_COLUMNS :], None)
+        return _multiply_blocks(x, self.blocks[first // BLOCK_COLUMNS :], None)
 
-    def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
-        """Return the product of rows x [N, in] with `blocks`, computed for some rows at a time.
 
-        XLA copies the rows for each block, so a product of all rows might take too much memory.
-        """
-        bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
-        most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
-        products = []
-        for start in range(0, max(1, len(x)), most):
-            rows = x[start : start + most]
-            copied = jnp.broadcast_to(rows, (len(blocks), *rows.shape))
-            y = jnp.matmul(copied, blocks, preferred_element_type=dtype).transpose(1, 0, 2)
-            products.append(y.reshape(len(rows), len(blocks) * BLOCK_COLUMNS))
-        return jnp.concatenate(products) if len(products) > 1 else products[0]
+def _multiply_blocks(x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
+    """Return the product [N, 64 B] of rows x [N, in] with `blocks` [B, in, 64]."""
+    copied = jnp.broadcast_to(x, (len(blocks), *x.shape))
+    y = jnp.matmul(copied, blocks, preferred_element_type=dtype)
+    return y.transpose(1, 0, 2).reshape(len(x), len(blocks) * BLOCK_COLUMNS)
 
 
 def dense(
