@@ -96,7 +96,7 @@ def open_engine(config: Mapping[str, Any] | None) -> RolloutEngine:
         speculative_config=config,
         max_model_len=PROMPT_LENGTH + MAX_TOKENS,
         max_num_seqs=16,
-        decode_batches=(16,),
+        decode_batches=(4, 16),  # as by default, few requests take a smaller step
         prefill_shapes=((4, PROMPT_LENGTH),),
         max_num_batched_tokens=4 * PROMPT_LENGTH,
         dtype="float32",

@@ -107,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_rounds(llm: LLM, alone: LLM, settings: argparse.Namespace, source: dict[str, Any]) -> int:
     """Run and compare every round, and write the result after each round.
 
-    Return 0 if all outputs are equal. Return 1 if outputs differ, or if a number of accepted drafts
-    never occurred, because the run then shows little.
+    Return 0 if all outputs are equal. Return 1 if outputs differ. Return 1, too, if not each of the
+    numbers 0 to K of accepted drafts occurred, because the run then shows little.
     """
     tallies: dict[str, Tally] = {}
     shares = [0.0]

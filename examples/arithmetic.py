@@ -34,7 +34,7 @@ class Question:
         return f"Question: What is {self.a} + {self.b}?\nAnswer:"
 
     def worked(self, slip: int = 0) -> str:
-        """Return an answer with all steps. The sum of the ones is wrong by `slip`."""
+        """Return an answer with all steps. The sum of the ones digits is wrong by `slip`."""
         tens, ones = divmod(self.a, 10)
         found = ones + self.b + slip
         steps = f"{ones}+{self.b}={found}\n{tens}+{found // 10}={tens + found // 10}"
