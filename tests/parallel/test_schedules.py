@@ -84,12 +84,12 @@ DRAFTERS = {
     "dspark": (2, lambda c: ("dflash", parallel_head(c, "dspark"))),
     "dflash2": (2, lambda c: ("dflash", parallel_head(c, "dflash2"))),
     "medusa": (2, lambda c: ("medusa", parallel_head(c, "medusa"))),
-    "draft_model": (2, lambda c: ("draft_model", hybrid(c))),
+    "draft_model and texts": (2, lambda c: ("draft_model", hybrid(c))),
     "draft_model of other tokens": (2, lambda c: ("draft_model", other_letters(c))),
 }
 
 
-VARIETIES = "p_eagle", "dspark", "dflash2", "draft_model"
+VARIETIES = "p_eagle", "dspark", "dflash2", "draft_model and texts"
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,14 @@ def test_drafters(checkpoints, name):
     found = []
     for num_devices in (1, count):
         options = {**SNAPSHOTS, "tensor_parallel_size": num_devices}
+        if has_texts := name.endswith("texts"):  # which would come late or not, if asynchronous
+            options |= {"speculation": {"with": ["suffix"]}, "async_scheduling": False}
         with make_llm(folder, method, drafter, **options) as llm:
             tokens = generate_tokens(llm, prompts, params)
             metrics = llm.metrics()
             found.append((tokens, metrics.num_draft_tokens, metrics.num_accepted_tokens))
+            sources = metrics.accepted_tokens_per_source
+            assert not has_texts or min(sources[x] for x in (method, "suffix")) > 0, sources
     assert found[0] == found[1]
     assert found[0][2] > 0
 
