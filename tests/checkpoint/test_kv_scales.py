@@ -117,7 +117,8 @@ def test_a_scale_that_is_too_small_cuts_values(checkpoints):
     def logprobs(folder, dtype):
         with make_llm(folder, kv_cache_dtype=dtype, compile_ahead=False) as llm:
             prompt = {"prompt_token_ids": [3, 5, 8, 13]}
-            (output,) = llm.generate(prompt, SamplingParams(prompt_logprobs=0), use_tqdm=False)
+            params = SamplingParams(prompt_logprobs=0, max_tokens=1)
+            (output,) = llm.generate(prompt, params, use_tqdm=False)
             return [next(iter(one.values())).logprob for one in output.prompt_logprobs[1:]]
 
     exact = logprobs(plain, "auto")

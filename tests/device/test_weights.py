@@ -91,7 +91,11 @@ def test_sums_are_of_the_type_that_is_asked_for():
     """512 + 1 is 512 in bfloat16, so a sum in bfloat16 would lose the 1."""
     weight = Dense(jnp.ones((3, BLOCK_COLUMNS), jnp.bfloat16))
     x = jnp.array([[512, 1, -512]], jnp.bfloat16)
-    for form in weight, Blocks(weight.values, blocks=weight.values[None]), Table(weight.values.T):
+    for form in (
+        weight,
+        Blocks(weight.values, column_blocks=weight.values[None]),
+        Table(weight.values.T),
+    ):
         made = form.multiply(x, jnp.float32)
         assert made.dtype == jnp.float32 and (made == 1).all()
 

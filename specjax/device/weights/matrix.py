@@ -113,7 +113,7 @@ class Dense(Matrix):
             return self
         blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
         own = jax.device_put(np.array(blocks, order="C"), values.sharding)
-        return Blocks(values, self.parts, self.axis, blocks=own)
+        return Blocks(values, self.parts, self.axis, column_blocks=own)
 
 
 @weight
@@ -126,20 +126,20 @@ class Blocks(Dense):
     More rows are multiplied by the one array, because XLA runs a batch on one core.
     """
 
-    blocks: jax.Array = field(kw_only=True)
+    column_blocks: jax.Array = field(kw_only=True)
 
     def multiply_part(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """See `Matrix`."""
         if math.prod(x.shape[:-1]) > FEW_ROWS:
             return super().multiply_part(x, dtype)
-        y = _multiply_blocks(x.reshape(-1, x.shape[-1]), self.blocks, dtype)
+        y = _multiply_blocks(x.reshape(-1, x.shape[-1]), self.column_blocks, dtype)
         return y.reshape(*x.shape[:-1], self.num_out)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """See `Matrix`."""
         if len(x) > FEW_ROWS or first % BLOCK_COLUMNS:
             return self.multiply(x)[:, first:]
-        return _multiply_blocks(x, self.blocks[first // BLOCK_COLUMNS :], None)
+        return _multiply_blocks(x, self.column_blocks[first // BLOCK_COLUMNS :], None)
 
 
 def _multiply_blocks(x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:

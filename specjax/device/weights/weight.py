@@ -11,7 +11,7 @@ from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
 # Fields of weights that are arrays or None.
-ARRAYS = "values", "scales", "zeros", "factors", "order", "blocks"
+ARRAYS = "values", "scales", "zeros", "factors", "order", "column_blocks"
 # On a CPU, parameters of at most this many bytes may also be kept in a second, faster form.
 MAX_DOUBLED = 2**30
 
