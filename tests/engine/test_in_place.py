@@ -1,6 +1,7 @@
 """On a CPU, programs update donated pages and states in place: their compiled code copies none."""
 
 import re
+from itertools import product
 from pathlib import Path
 
 import jax
@@ -34,11 +35,15 @@ MODELS = {  # every kind of cache: the config, speculation, layers, and the form
     "states": ("Qwen3.5-0.8B", {"method": "mtp"}, 4, None),
 }
 HLO_NAMES = {"float32": "f32", "int8": "s8"}
-FAST = "heads", "split"
+# Both programs, and every kind; the other pairs run by night.
+FAST, SLOW = (
+    ("latents", "split"),
+    [("heads", "joined"), ("8-bit heads", "split"), ("states", "joined")],
+)
 CASES = [
-    pytest.param(model, name, marks=() if (model, name) == FAST else pytest.mark.slow)
-    for model in MODELS
-    for name in PROGRAMS
+    pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.nightly)
+    for case in product(MODELS, PROGRAMS)
+    if case != FAST
 ]
 
 
@@ -47,7 +52,7 @@ def hlo_shape(x):
     return f"{HLO_NAMES[x.dtype.name]}[{','.join(map(str, x.shape))}]"
 
 
-@pytest.mark.parametrize("model, name", CASES)
+@pytest.mark.parametrize("model, name", [FAST, *CASES])
 def test_pages_and_states_are_not_copied(model, name):
     config, speculation, num_layers, format_ = MODELS[model]
     speculation = speculation | {"num_speculative_tokens": K}
