@@ -45,7 +45,7 @@ def test_schedules():
 
 @pytest.mark.parametrize(
     "count",
-    [pytest.param(600, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.nightly)],
+    [pytest.param(200, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.nightly)],
 )
 def test_new_schedules(record_property, count):
     """SPECJAX_TEST_SEED repeats a run. A failing schedule prints its own seed."""
