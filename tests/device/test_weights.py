@@ -110,7 +110,6 @@ def test_rows_may_have_several_axes(shape):
 
 @pytest.mark.parametrize("num_rows, is_batch", [(FEW_ROWS, True), (FEW_ROWS + 1, False)])
 def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch):
-    """XLA runs a batch of products on one core."""
     x = jnp.ones((num_rows, 24))
     for multiply in Blocks.multiply, lambda w, x: Blocks.multiply_from(w, x, 64):
         lines = str(jax.make_jaxpr(multiply)(dense().on("cpu"), x)).splitlines()

@@ -121,9 +121,9 @@ class Dense(Matrix):
 class Blocks(Dense):
     """A matrix [in, out], and its copy as blocks of columns [out / 64, in, 64].
 
-    On a CPU, two to eight rows take XLA nearly twice as long as one row if the matrix is one array
-    [in, out]. If they are multiplied by a batch of blocks, they take at most 1.5 times as long.
-    More rows are multiplied by the one array, because XLA runs a batch on one core.
+    On CPUs with AVX-512, two to eight rows take XLA nearly twice as long as one row if the matrix
+    is one array [in, out]. If they are multiplied by a batch of blocks, they take at most 1.5 times
+    as long. More rows are multiplied by the one array: jax 0.10.2 runs a batch on one core.
     """
 
     column_blocks: jax.Array = field(kw_only=True)
