@@ -70,10 +70,6 @@ def edit(
     row, column = jnp.ogrid[:batch, :num_rows]
     row, column = row[..., None], column[..., None]
 
-    ends, is_match = _bad_words(edits.bad_words, history, lengths)
-    ends = vocabulary.columns(ends[:, None], num_columns, is_match)
-    logits = logits.at[row, column, ends].set(-jnp.inf, mode="drop")
-
     ids = vocabulary.columns(edits.bias_ids, num_columns, edits.bias_ids >= 0)[:, None]
     logits = logits.at[row, column, ids].add(edits.bias[:, None], mode="drop")
 
@@ -82,7 +78,10 @@ def edit(
     is_early = lengths - requests.prompt_lengths[:, None] < edits.min_tokens[:, None]
     stops = requests.stop_ids[:, None]
     stops = vocabulary.columns(stops, num_columns, is_early[..., None] & (stops >= 0))
-    logits = logits.at[row, column, stops].set(-jnp.inf, mode="drop")
+    ends, is_match = _bad_words(edits.bad_words, history, lengths)
+    ends = vocabulary.columns(ends[:, None], num_columns, is_match)
+    forbidden = jnp.concatenate([stops, ends], axis=-1)
+    logits = logits.at[row, column, forbidden].set(-jnp.inf, mode="drop")
 
     if masks is not None:
         logits = jnp.where(vocabulary.bits(masks, num_columns), logits, -jnp.inf)
@@ -125,14 +124,14 @@ def _penalise(
     batch, num_rows, num_columns = logits.shape
     edits = jax.tree.map(lambda x: x[:, None, None], requests.edits)
     place = jnp.arange(history.tokens.shape[1])[None]
-    is_prompt = place < requests.prompt_lengths[:, None]
-    is_output = ~is_prompt & (place < history.lengths[:, None])
+    is_output = place >= requests.prompt_lengths[:, None]
 
     row = jnp.arange(batch)[:, None]
-    empty = jnp.zeros((batch, num_columns), jnp.int32)
-    column = vocabulary.columns(history.tokens, num_columns)
-    in_prompt = empty.at[row, column].max(is_prompt.astype(jnp.int32), mode="drop")[:, None]
-    committed = empty.at[row, column].add(is_output.astype(jnp.int32), mode="drop")
+    is_known = ~is_output | (place < history.lengths[:, None])
+    column = vocabulary.columns(history.tokens, num_columns, is_known)
+    known = jnp.zeros((batch, 2, num_columns), jnp.int32)
+    known = known.at[row, is_output.astype(jnp.int32), column].add(1, mode="drop")
+    in_prompt, committed = known[:, :1], known[:, 1]
 
     # Draft j counts for the rows after it, unless it is a prompt token that is being scored.
     places = history.lengths[:, None] + jnp.arange(num_rows - 1)[None]

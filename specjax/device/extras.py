@@ -28,7 +28,8 @@ class Extras(IntFlag):
 def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
     """Return the flags `Extras` of a step as bits, i32[]. All rows of `extras` i32[B] are equal.
 
-    If `variant.is_plain`, the bits are the constant 0, so XLA removes all conditionals on them.
+    They are the constant 0 if `variant.is_plain`. Steps of this variant have no conditionals on
+    them, so that the optional work is not traced.
     """
     return jnp.int32(0) if variant.is_plain else extras[0]
 
@@ -37,7 +38,7 @@ class ExtraWork(NamedTuple):
     """Optional work on a step's logits f32[B, T, V]. Work that no request needs is skipped."""
 
     extras: jax.Array  # i32[], bits of `Extras`
-    requests: Callable[[], Requests]  # returns B requests; called only if needed
+    requests: Requests  # [B]
     history: Callable[[], History]  # returns the history of B requests; called only if needed
     masks: jax.Array | None
     variant: Variant
@@ -50,13 +51,17 @@ class ExtraWork(NamedTuple):
         """Whether any request needs its logits edited (penalties, bias, masks), bool[]."""
         return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
-    def edit(self, logits: jax.Array) -> jax.Array:
-        """Return `logits` after the edits that requests need, such as penalties and grammar masks.
+    @property
+    def edit(self) -> Callable[[jax.Array], jax.Array] | None:
+        """A function that edits logits as requests need, for example with penalties and masks.
 
-        The result is not divided by the temperature. Users' logits processors, which come before
-        these edits, have already run on `logits`.
+        None if `variant.is_plain`. The function does not divide by the temperature. Users' logits
+        processors, which come before these edits, have already run on its argument.
         """
-        return self._process(logits, self.requests(), self.history(), (), self.masks)
+        return None if self.variant.is_plain else self._edit
+
+    def _edit(self, logits: jax.Array) -> jax.Array:
+        return self._process(logits, self.requests, self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return log-probabilities of tokens i32[B, T], packed by `pack_logprobs`.
@@ -67,7 +72,7 @@ class ExtraWork(NamedTuple):
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
         def report_drawn(edited):
-            drawn = _scaled(edited, self.requests())
+            drawn = _scaled(edited, self.requests)
             return pack_logprobs(self._report(raw, drawn, tokens, num_top), len(tokens))
 
         def report():
@@ -78,6 +83,8 @@ class ExtraWork(NamedTuple):
         def nothing():
             return jnp.zeros(jax.eval_shape(report).shape, jnp.int32)
 
+        if self.variant.is_plain:
+            return nothing()
         return jax.lax.cond(self.extras & Extras.LOGPROBS > 0, report, nothing)
 
     def prompt_logprobs(
@@ -98,7 +105,7 @@ class ExtraWork(NamedTuple):
             known: i32[B, L], the prompt and output tokens of each request.
             starts: i32[B], the position of each request's first row.
         """
-        requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
+        requests, variant, mode = self.requests, self.variant, self.logprobs_mode
         (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs
         assert num_top is not None
         count = max(1, SCORED_ROWS // batch)

@@ -1,6 +1,7 @@
 """Sampling of tokens from logits, shared by prefill, plain decoding, drafts and verification."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from specjax.device.requests import Requests, Sampling
 from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
+# Traced once for all drafts of a round, whose logits have equal shapes.
+@partial(jax.jit, static_argnames=("processors", "vocabulary", "kernels"))
 def process(
     logits: jax.Array,
     requests: Requests,
@@ -64,6 +67,7 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return logits / _divisor(sampling)[:, None]
 
 
+@partial(jax.jit, static_argnames=("vocabulary", "kernels"))  # traced once for both branches
 def choose(
     logits: jax.Array,
     sampling: Sampling,
@@ -84,6 +88,7 @@ def choose(
     return vocabulary.draw(logits, sampling, Stream.TARGET, (positions,), kernels)
 
 
+@partial(jax.jit, static_argnames=("vocab_size", "stream", "wants_probs", "vocabulary", "kernels"))
 def draw_draft(
     logits: jax.Array,
     token_ids: jax.Array | None,

@@ -105,14 +105,14 @@ def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, 
 
 @pytest.mark.slow
 def test_the_same_tokens_with_and_without_drafts(checkpoints):
-    """Tokens of a quantised model are the same with drafts, and differ from the plain model's."""
     folder = checkpoints.target("llama", **WIDE).folder
     prompts, made = random_prompts(5, 20, 33, vocab_size=96), []
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]
-    for bits, method in ("int4", None), ("int4", "ngram"), (None, None):
-        with make_llm(folder, method, dtype="float32", quantization=bits) as llm:
+    for method in None, "ngram":
+        with make_llm(folder, method, dtype="float32", quantization="int4") as llm:
+            assert isinstance(llm.engine.params.target.layers[0].attention.qkv, Packed)
             made.append(generate_tokens(llm, prompts, params))
-    assert made[0] == made[1] != made[2]
+    assert made[0] == made[1]
 
 
 def test_the_plain_model_is_never_in_memory_as_a_whole(monkeypatch):

@@ -156,21 +156,21 @@ CASES = {
     "causal-windows-of-some-layers": (
         {"kinds": ("sliding", "full"), "sees": {"full": everything, "sliding": causal_window}},
         {},
-        (3, 2),
+        (3,),
     ),
     # All layers slide, which their layer_types do not say.
     "non-causal-windows-of-all-layers": ({"dflash_config": SWA, "sees": {"full": near}}, {}, (3,)),
     "dspark": (
         {**DSPARK, "architectures": ["Qwen3DSparkModel"], "block_size": 3},
         {"first_row": 0},
-        (3, 0, 1),
+        (3, 1),
     ),
     "dspark-of-speculators-rows-as-dflash": (
         {**DSPARK, "speculators_model_type": "dspark", "layout": "speculators", "has_own": True},
         {},
         (3,),
     ),
-    "dflash2": (DFLASH2, {"scale": SCALE}, (3, 2)),
+    "dflash2": (DFLASH2, {"scale": SCALE}, (2,)),
 }
 QUICK = ("windows-from-the-anchor-own-embedding-d2t-k-changes",)
 

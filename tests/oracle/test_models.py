@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from support.engines import K
 from support.logits import causal_logits, hf_logits
 
 from specjax.device.cache import latent
@@ -26,7 +25,7 @@ from specjax.device.models.registry import load_model
 torch = pytest.importorskip("torch")
 
 FLOAT32 = np.dtype(np.float32)
-BATCH, PAGE_SIZE = 2, 8
+BATCH, PAGE_SIZE, K = 2, 8, 3
 # The widest chunk, prompt tokens of each request in each step, then rows that stand of the K+1 of
 # each round. Hybrids' chunks are also of more than the delta rule takes at once.
 OF_ATTENTION = 24, ((24, 5), (24, 24), (5, 24), (19, 19)), ()

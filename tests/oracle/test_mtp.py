@@ -28,30 +28,29 @@ CASES = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": False, "head_dim": 24}, SINGLE, (2,)),
     "qwen3_5-vision-tied-k-changes": (
         "qwen3_5",
-        {"tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 0.02},
+        {
+            "tie_word_embeddings": True,
+            "num_key_value_heads": 1,
+            "linear_num_value_heads": 6,
+            "rms_norm_eps": 0.02,
+        },
         {},
-        (3, 0, 2, 0, 0, 0, 0),
+        (3, 0, 1, 0, 0, 0, 0),
     ),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
         {"num_experts_per_tok": 3, "hidden_size": 48, "num_key_value_heads": 1},
         {},
-        (3, 1, 2),
-    ),
-    "qwen3_5": (
-        "qwen3_5_text",
-        {"num_hidden_layers": 4, "full_attention_interval": 4, "linear_num_value_heads": 6},
-        {},
-        (3,),
+        (2,),
     ),
     "deepseek_v3": ("deepseek_v3", {**GROUPS, "kv_lora_rank": 128}, SINGLE, NOW_AND_THEN),
     "glm4_moe_lite": (
         "glm4_moe_lite",
         {"num_attention_heads": 3, "num_key_value_heads": 3},
         SINGLE,
-        NOW_AND_THEN,
+        (2,),
     ),
-    "glm4_moe": ("glm4_moe", {"use_qk_norm": True}, SINGLE, NOW_AND_THEN),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True}, SINGLE, (2,)),
     "several": ("deepseek_v3", {}, SINGLE | {"count": 3}, (4, 0, 4, 0, 0, 0, 0)),
 }
 

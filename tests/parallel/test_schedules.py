@@ -89,7 +89,8 @@ DRAFTERS = {
 }
 
 
-VARIETIES = "p_eagle", "dspark", "dflash2", "draft_model and texts"
+# As a case of `test_options`, or of a kind that others have, too.
+VARIETIES = "eagle3", "p_eagle", "dspark", "dflash2", "draft_model and texts"
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from specjax.engine.step_model import step_model
 from specjax.host.speculation.policy import Policy
 
 VOCAB = 32  # small, so that untrained heads draft the right token sometimes
-K = 3
+K = 2
 SIZES: Mapping[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 4,
