@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from support.compilations import QUICK
 from support.dynamic_k import Recording, requests_of, write_profile
-from support.engines import VOCAB, K, generate_tokens, random_prompts
+from support.engines import VOCAB, generate_tokens, random_prompts
 from support.engines import make_llm as make_any_llm
 from support.logits import double
 from support.shared_models import EOS, eagle3, llama
@@ -43,6 +43,8 @@ from specjax.host.speculation.step_cost import StepCost
 from specjax.serving.dynamic_k import fingerprint
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
+
+K = 3
 
 
 @pytest.fixture(scope="module")

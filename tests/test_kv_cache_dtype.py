@@ -88,7 +88,7 @@ def test_random_schedules(checkpoints, name):
         RolloutEngine(folder, enable_prefix_caching=False, **options) as plain,
     ):
         check_bytes(ours._llm, case)
-        for seed in range(3):
+        for seed in (4, 13, 15):  # with every rare event
             found += run_real_schedule(ours._llm, plain._llm, seed)
     assert not found.identity.mismatches
     assert all(found.tally[one] > 0 for one in ("preemptions", "prefix hits", "accepted"))

@@ -38,7 +38,7 @@ class ExtraWork(NamedTuple):
     """Optional work on a step's logits f32[B, T, V]. Work that no request needs is skipped."""
 
     extras: jax.Array  # i32[], bits of `Extras`
-    requests: Requests  # [B]
+    requests: Callable[[], Requests]  # returns B requests; called only if needed
     history: Callable[[], History]  # returns the history of B requests; called only if needed
     masks: jax.Array | None
     variant: Variant
@@ -61,7 +61,7 @@ class ExtraWork(NamedTuple):
         return None if self.variant.is_plain else self._edit
 
     def _edit(self, logits: jax.Array) -> jax.Array:
-        return self._process(logits, self.requests, self.history(), (), self.masks)
+        return self._process(logits, self.requests(), self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return log-probabilities of tokens i32[B, T], packed by `pack_logprobs`.
@@ -72,7 +72,7 @@ class ExtraWork(NamedTuple):
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
         def report_drawn(edited):
-            drawn = _scaled(edited, self.requests)
+            drawn = _scaled(edited, self.requests())
             return pack_logprobs(self._report(raw, drawn, tokens, num_top), len(tokens))
 
         def report():
@@ -105,7 +105,7 @@ class ExtraWork(NamedTuple):
             known: i32[B, L], the prompt and output tokens of each request.
             starts: i32[B], the position of each request's first row.
         """
-        requests, variant, mode = self.requests, self.variant, self.logprobs_mode
+        requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
         (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs
         assert num_top is not None
         count = max(1, SCORED_ROWS // batch)

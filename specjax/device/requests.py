@@ -63,7 +63,7 @@ class Requests:
 
     def at(self, slots: jax.Array) -> "Requests":
         """Return the parameters of the requests with slots `slots` i32[B]."""
-        return jax.tree.map(lambda x: x[slots], self)
+        return _at(self, slots)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
         """Write the parameters `new` of B requests at `slots` i32[B]; return all parameters.
@@ -71,6 +71,11 @@ class Requests:
         Out-of-range slots are ignored.
         """
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
+
+
+@jax.jit  # traced once for all branches of a step
+def _at(requests: Requests, slots: jax.Array) -> Requests:
+    return jax.tree.map(lambda x: x[slots], requests)
 
 
 def init_requests(num_slots: int, vocab_size: int, *, xp: Any = jnp) -> Requests:

@@ -42,7 +42,6 @@ from specjax.device.inputs import (
     page_tables,
 )
 from specjax.device.models.model import Features, restore_snapshots, take_snapshots
-from specjax.device.requests import Requests
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
 from specjax.device.suggestions import replace_drafts
@@ -143,7 +142,7 @@ def begin(
     samples = is_last & ~is_resumed
 
     logits = extension.logits if processed is None else processed
-    extra = _extra_work(inputs, requests, partial(History, known, ends), masks, model, variant)
+    extra = _extra_work(state, inputs, partial(History, known, ends), masks, model, variant)
 
     def draw(rows):
         return choose(
@@ -222,7 +221,7 @@ def propose(
         starts,
         _is_active(state, slots),
         page_tables(inputs, model)[0],
-        state.requests.at(slots),
+        state.requests,
         History(state.tokens[slots], starts + 1),
         extras_of_step(inputs.extras, variant) & Extras.EDITS > 0,
         model.kernels,
@@ -284,7 +283,7 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    extra = _extra_work(inputs, requests, history, masks, model, variant)
+    extra = _extra_work(state, inputs, history, masks, model, variant)
     logits = extension.logits if processed is None else processed
     target = Target(
         logits,
@@ -345,11 +344,12 @@ def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitt
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
     is_finished = num_tokens >= remaining
     # Column by column, because XLA launches a kernel for every reduction, even a small one.
-    ends = verdict.tokens < 0
-    for i in range(stop_ids.shape[1]):
-        ends |= verdict.tokens == stop_ids[:, i : i + 1]
-    for column in reversed(range(ends.shape[1])):
-        is_stop = ends[:, column] & (column < num_tokens)
+    for column in reversed(range(verdict.tokens.shape[1])):
+        token = verdict.tokens[:, column]
+        is_stop = token < 0
+        for i in range(stop_ids.shape[1]):
+            is_stop |= token == stop_ids[:, i]
+        is_stop &= column < num_tokens
         num_tokens = jnp.where(is_stop, column + 1, num_tokens)
         is_finished |= is_stop
     return _Emitted(num_tokens, is_finished)
@@ -426,13 +426,14 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
 
 
 def _extra_work(
+    state: EngineState,
     inputs: PrefillInputs | DecodeInputs,
-    requests: Requests,
     history: Callable[[], History],
     masks: jax.Array | None,
     model: StepModel,
     variant: Variant,
 ) -> ExtraWork:
+    requests = partial(state.requests.at, inputs.slots)
     return ExtraWork(
         extras_of_step(inputs.extras, variant),
         requests,

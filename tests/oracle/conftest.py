@@ -122,9 +122,10 @@ class RecordingDrafter:
 
     def draft(self, target, params, state, context, k):
         inner, record = state
-        hidden = hidden_of(inner, SIZES["max_num_seqs"])[context.slots]
+        hidden = hidden_of(inner, len(context.requests.limits))[context.slots]
         draft, inner = self.inner.draft(target, params, inner, context, k)
-        number = context.requests.sampling.seeds.astype(jnp.int32) - SEED
+        seeds = context.requests.at(context.slots).sampling.seeds
+        number = seeds.astype(jnp.int32) - SEED
         row = jnp.where(context.is_active, number, len(LENGTHS))
         padded = jnp.pad(draft.tokens, ((0, 0), (0, self.most - k)), constant_values=-1)
         record = tuple(

@@ -69,7 +69,7 @@ def test_random_schedules(checkpoints, monkeypatch):
         first, _ = ours._llm.engine.repertoire.variants[:2]
         assert first.is_plain
         ours._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
-        for seed in range(3):
+        for seed in (4, 13, 15):  # with every rare event
             found += run_real_schedule(ours._llm, plain._llm, seed)
         assert not found.identity.mismatches
         rare = "preemptions", "aborted", "prefix hits", "accepted"

@@ -3,11 +3,12 @@
 import asyncio
 import json
 import re
+from functools import partial
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, NotFoundError, OpenAI
 from pydantic import BaseModel, Field
-from support.engines import assert_idle
+from support.engines import K, assert_idle
 from support.http import Served, served, until
 
 from specjax import SamplingParams
@@ -65,7 +66,7 @@ def test_a_streamed_chat_has_usage_and_counts_of_drafts(client):
     assert usage.prompt_tokens == whole.usage.prompt_tokens
     assert usage.prompt_tokens_details.cached_tokens > 0  # of the first answer
     counts = found["speculative_decoding"]
-    assert counts["num_spec_tokens"] == 3 and sum(counts["acceptance_histogram"]) == len(
+    assert counts["num_spec_tokens"] == K and sum(counts["acceptance_histogram"]) == len(
         counts["per_step_accepted"]
     )
     assert counts["num_accepted_draft_tokens"] == sum(counts["per_step_accepted"]) > 0
@@ -189,6 +190,7 @@ def test_metrics_are_what_clients_counted(server, client):
     assert gained("request_generation_tokens_sum") == 7 * 16
     assert gained("e2e_request_latency_seconds_count") == 7
     assert gained("inter_token_latency_seconds_count") >= num_events - 1
-    accepted = [gained("spec_decode_num_accepted_tokens_per_pos_total", position=i) for i in "012"]
+    by_position = partial(gained, "spec_decode_num_accepted_tokens_per_pos_total")
+    accepted = [by_position(position=i) for i in range(K)]
     assert 0 < sum(accepted) == gained("spec_decode_num_accepted_tokens_total")
     assert gained("num_requests_running") == 0

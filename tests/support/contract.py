@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from support.engines import K
 from support.schedules import AnyPolicy, chance
 from support.scripts import Next
 
@@ -22,7 +23,7 @@ from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence as Sample
 
-KS = (0, 3)
+KS = (0, K)
 MAX_OUTPUT = 40
 # Metrics that depend on the clock, or on earlier compilations.
 NOT_COMPARED = {"num_compilations", "compile_seconds", "host_ms", "wait_ms", "host_gap_ms"}

@@ -187,7 +187,7 @@ class SimulatedPrograms:
 
     def _admit(self, key, admitted):
         for row, slot in self._known(admitted.slots):
-            requests = admitted.requests.at(row)
+            requests = jax.tree.map(lambda x, row=row: x[row], admitted.requests)
             tokens = [token for token in admitted.tokens[row].tolist() if token >= 0]
             slot.digests = np.zeros(self.config.max_model_len + 64, np.int64)
             slot.digests[0] = self._empty

@@ -56,7 +56,7 @@ class DraftContext:
     starts: Int32[jax.Array, "B"]  # the position of the last committed token
     is_active: Bool[jax.Array, "B"]
     page_table: Int32[jax.Array, "B P"]
-    requests: Requests  # [B]
+    requests: Requests  # [S], by slot; drafters gather only the fields that they use
     history: History  # [B]
     has_edits: Bool[jax.Array, ""]  # whether any request edits its logits
     kernels: str = field(metadata={"static": True})
@@ -175,7 +175,7 @@ class DraftContext:
             if token_ids is None:
                 return jnp.maximum(self.vocabulary.argmax(logits), 0), None
             return token_ids[jnp.maximum(argmax(logits), 0)], None
-        count, sampling = len(logits) // len(self.starts), self.requests.sampling
+        count, sampling = len(logits) // len(self.starts), self.requests.at(self.slots).sampling
         if self.shares_noise:
             stream, counters = Stream.TARGET, (self.starts + 1 + first,)
         else:
@@ -207,7 +207,7 @@ class DraftContext:
         if token_ids is not None:
             logits = self.vocabulary.spread(logits, token_ids, vocab_size)
         history = self.history.extended(before)
-        arguments = self.requests, history, self.variant.processors
+        arguments = self.requests.at(self.slots), history, self.variant.processors
         edited = process(
             logits[:, None], *arguments, vocabulary=self.vocabulary, kernels=self.kernels
         )
