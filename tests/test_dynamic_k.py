@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of
-from support.engines import K, generate_tokens, make_llm, random_prompts
+from support.engines import generate_tokens, make_llm, random_prompts
 from support.shared_models import EOS, eagle3, llama, of_few_words, without_end
 
 from specjax import SamplingParams
@@ -11,6 +11,7 @@ from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
 
+K = 3
 PROMPTS = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
 # The last request runs on when all others have ended.
 PARAMS = [
@@ -27,7 +28,7 @@ def folder(checkpoints):
 @pytest.fixture(scope="module")
 def llm(checkpoints, folder):
     head = of_few_words(checkpoints, eagle3(checkpoints).folder)
-    with make_llm(folder, "eagle3", head, speculation={"adaptive": True}) as made:
+    with make_llm(folder, "eagle3", head, k=K, speculation={"adaptive": True}) as made:
         yield made
 
 

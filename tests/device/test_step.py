@@ -11,6 +11,7 @@ from support.engines import programs_with
 
 from pallas_kernels.page_formats import FP8, INT8
 from specjax.config import EngineConfig, SpeculativeConfig
+from specjax.device import sampling
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.chain import ChainDrafter
@@ -188,6 +189,23 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     attention = own.layer.attention if kind.startswith("mtp") else own.attention
     projections = sum(math.prod(one.values.shape) for one in (own.fc, attention.qkv))
     assert 1 < more / (2 * batch * projections) < 1.1
+
+
+def test_edits_are_traced_once_for_all_drafts_and_not_in_plain_rounds(monkeypatch):
+    (target, head), batch = HEADS["eagle3"], 7  # a size that no other test has traced
+    traced, config = [], EngineConfig(max_model_len=32, max_num_seqs=batch, num_pages=16)
+
+    def edit(logits, *others):
+        traced.append(logits.shape[:2])
+        return logits
+
+    monkeypatch.setattr(sampling, "edit", edit)
+    params = Params(abstract_weights(target.specs()), abstract_weights(head.specs()))
+    for variant, expected in (Variant(is_plain=True), []), (Variant(), [(7, 1), (7, K + 1)]):
+        program = Decode(batch, K, variant)
+        step, state, packed = abstract(config, target, ChainDrafter(head), program)
+        jax.eval_shape(step, params, state, *packed)
+        assert sorted(traced) == expected
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "qwen3_5_text"])
