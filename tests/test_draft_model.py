@@ -45,7 +45,7 @@ def llm(folder, tmp_path_factory):
     config["max_position_embeddings"] = MOST
     (drafter / "config.json").write_text(json.dumps(config))
     with make_llm(folder, "draft_model", drafter, num_snapshots=NUM_SNAPSHOTS) as llm:
-        llm.engine.set_policy(InTurn(3, 1, 0, 3, 0, 0, 1, 1, 3, 3))
+        llm.engine.set_policy(InTurn(K, 1, 0, K, 0, 0, 1, 1, K, K))
         yield llm
 
 
