@@ -15,13 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.bench.result import NEAR_TIE
-from specjax.device.edits import History, Processors
+from specjax.device.edits import History, Processors, apply_processors
 from specjax.device.inputs import AdmitInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Model
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale
+from specjax.device.vocabulary import WHOLE
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -132,7 +133,8 @@ def _two_best(
     features, _ = model.extend(params, tokens, rows, None)
     logits = model.logits(params, features.hidden[length - 1])
     history = History(tokens[None], length)
-    logits = process(logits[None], requests, history, processors)[0]
+    logits = apply_processors(logits[None], requests, history, processors, WHOLE)
+    logits = process(logits, requests, history)[0]
     sampling = requests.sampling
     noise = gumbel_noise(sampling.seeds, Stream.TARGET, (length,), logits.shape[1])
     scores = scale(logits, sampling) + jnp.where(sampling.temperature[:, None] > 0, noise, 0.0)

@@ -47,17 +47,16 @@ def edit(
     logits: jax.Array,
     requests: Requests,
     history: History,
-    processors: Processors = (),
     masks: jax.Array | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
     """Return the logits f32[B, T, V], edited as the requests' `SamplingParams` describe.
 
-    Row t of request b follows `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
+    Logits processors come before: see `apply_processors`. Row t of request b follows
+    `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
     a bit for each token, which is 1 if the request's grammar allows the token. `masks` is None if
     no request has a grammar.
     """
-    logits = apply_processors(logits, requests, history, processors, vocabulary)
     batch, num_rows, num_columns = logits.shape
     edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)[None]  # [B, T]
     has_penalty = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.drafters.drafter import Variant
-from specjax.device.edits import History
+from specjax.device.edits import History, apply_processors
 from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_logprobs
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale, through_edits
@@ -61,7 +61,7 @@ class ExtraWork(NamedTuple):
         return None if self.variant.is_plain else self._edit
 
     def _edit(self, logits: jax.Array) -> jax.Array:
-        return self._process(logits, self.requests(), self.history(), (), self.masks)
+        return self._process(logits, self.requests(), self.history(), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return log-probabilities of tokens i32[B, T], packed by `pack_logprobs`.
@@ -121,7 +121,9 @@ class ExtraWork(NamedTuple):
             tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
             if mode != "raw":
                 history = History(known, lengths)
-                processed = self._process(logits, requests, history, variant.processors)
+                asked = requests, history
+                processed = apply_processors(logits, *asked, variant.processors, self.vocabulary)
+                processed = self._process(processed, *asked)
             is_prompt = places < requests.prompt_lengths[:, None]
             drawn = jnp.where(is_prompt[..., None], logits, _scaled(processed, requests))
             found = self._report(logits, drawn, tokens, num_top)

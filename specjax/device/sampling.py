@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.draw_tokens import MIN_TEMPERATURE, draw_tokens
-from specjax.device.edits import History, Processors, edit
+from specjax.device.edits import History, edit
 from specjax.device.noise import Stream
 from specjax.device.requests import Requests, Sampling
 from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
-# Traced once for all drafts of a round, whose logits have equal shapes.
-@partial(jax.jit, static_argnames=("processors", "vocabulary", "kernels"))
+# Traced once for all drafts of a round, whose logits have equal shapes. Logits processors are not
+# arguments: each program traces them anew, because their attributes may have changed.
+@partial(jax.jit, static_argnames=("vocabulary", "kernels"))
 def process(
     logits: jax.Array,
     requests: Requests,
     history: History,
-    processors: Processors = (),
     masks: jax.Array | None = None,
     *,
     vocabulary: Vocabulary = WHOLE,
@@ -31,7 +31,7 @@ def process(
     Row t of a request follows its committed tokens and its first t drafts (see `edits`). The result
     is not divided by the temperature, so without edits and truncation it equals the given logits.
     """
-    edited = edit(logits, requests, history, processors, masks, vocabulary)
+    edited = edit(logits, requests, history, masks, vocabulary)
     sampling = requests.sampling.repeat(logits.shape[1])
     draws = sampling.temperature > 0
     truncated = vocabulary.truncate(

@@ -1,12 +1,14 @@
 """Edited logits, compared with loops over each request's tokens and its earlier drafts."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.logits import double
 
-from specjax.device.edits import History, edit
+from specjax.device.edits import History, apply_processors, edit
 from specjax.device.vocabulary import WHOLE
 from specjax.sampling_params import SamplingParams
 
@@ -39,8 +41,13 @@ def double_twin(tokens, logits):
 # Numbers 1 and 3 are of requests that are not in the step.
 PROCESSORS = ((0, (favour_next, double)), (2, (double, favour_next, forbid_sum)))
 TWINS = {0: (favour_next_twin, double_twin), 2: (double_twin, favour_next_twin, forbid_sum_twin)}
-compiled = jax.jit(edit, static_argnames="processors")
 then, unpack = jax.jit(History.then), jax.jit(WHOLE.bits, static_argnums=1)
+
+
+@partial(jax.jit, static_argnames="processors")
+def compiled(logits, requests, history, processors=(), masks=None):
+    logits = apply_processors(logits, requests, history, processors, WHOLE)
+    return edit(logits, requests, history, masks)
 
 
 def run(*arguments):

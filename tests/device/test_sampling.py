@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
 from support.asked import sampling_of
 
+from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History
 from specjax.device.logprobs import token_logprobs
 from specjax.device.noise import Stream, gumbel_noise
@@ -186,3 +188,25 @@ def test_logprobs_and_ranks_against_a_sort(vocab_size, num_top):
         np.testing.assert_allclose(found.top_logprobs[i], logprobs[order], **tolerance)
         assert found.ranks[i] == 1 + sum(row > row[token])
     assert found.ranks[:6].tolist() == [1] * 6
+
+
+class Ban:
+    """A logits processor that forbids the token `token`."""
+
+    token = 0
+
+    def __call__(self, tokens, length, logits):
+        return logits.at[self.token].set(-np.inf)
+
+
+def test_each_program_traces_logits_processors_anew():
+    """Their attributes may have changed since an earlier program was traced."""
+    ban, row, requests = Ban(), jnp.arange(1), init_requests(1, 5)
+    edits = replace(requests.edits, processor=jnp.zeros_like(row))
+    requests, history = replace(requests, edits=edits), History(jnp.zeros((1, 8), int), row + 3)
+    variant = Variant(processors=((0, (ban,)),))
+    given = row, row + 2, row >= 0, row[:, None], requests, history, jnp.array(True)
+    context = DraftContext(*given, "auto", 1, True, variant)
+    for ban.token, expected in (0, 1), (1, 0):
+        draw = jax.jit(lambda x: context.draw(x, None, 5, [], is_greedy=False)[0])
+        assert draw(jnp.array([[4.0, 3.0, 2.0, 1.0, 0.0]])).tolist() == [expected]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax.device.edits import History
+from specjax.device.edits import History, apply_processors
 from specjax.device.logprobs import logprobs_of, token_logprobs
 from specjax.device.noise import Stream
 from specjax.device.sampling import choose, draw_draft, process
@@ -84,7 +84,8 @@ def test_edits_and_truncation(step):
 
     def edited(vocabulary, logits, requests, history, masks):
         processors = ((0, (double_first,)),)
-        return process(logits, requests, history, processors, masks, vocabulary=vocabulary)
+        logits = apply_processors(logits, requests, history, processors, vocabulary)
+        return process(logits, requests, history, masks, vocabulary=vocabulary)
 
     arguments = jax.tree.map(lambda x: x[3:], (requests, history, masks.astype(np.int32)))
     expected, found = both(edited, [logits[3:]], *arguments, of_columns=True)

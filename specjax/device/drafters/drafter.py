@@ -12,7 +12,7 @@ from pallas_kernels.draw_tokens import argmax
 from specjax.checkpoint.division import Share
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows, padded_width
-from specjax.device.edits import History, Processors
+from specjax.device.edits import History, Processors, apply_processors
 from specjax.device.models.model import Features, Model
 from specjax.device.noise import Stream
 from specjax.device.requests import Requests
@@ -207,10 +207,9 @@ class DraftContext:
         if token_ids is not None:
             logits = self.vocabulary.spread(logits, token_ids, vocab_size)
         history = self.history.extended(before)
-        arguments = self.requests.at(self.slots), history, self.variant.processors
-        edited = process(
-            logits[:, None], *arguments, vocabulary=self.vocabulary, kernels=self.kernels
-        )
+        asked, vocabulary = (self.requests.at(self.slots), history), self.vocabulary
+        rows = apply_processors(logits[:, None], *asked, self.variant.processors, vocabulary)
+        edited = process(rows, *asked, vocabulary=vocabulary, kernels=self.kernels)
         return self._choose(edited[:, 0], None, vocab_size, len(before), is_greedy)
 
 
