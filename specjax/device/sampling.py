@@ -15,7 +15,7 @@ from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 # Traced once for all drafts of a round, whose logits have equal shapes. Logits processors are not
-# arguments: each program traces them anew, because their attributes may have changed.
+# arguments: each program traces them again, because their attributes may have changed.
 @partial(jax.jit, static_argnames=("vocabulary", "kernels"))
 def process(
     logits: jax.Array,
