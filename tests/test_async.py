@@ -153,12 +153,17 @@ def serve(llm: LLM, requests: list[Request], schedule: Schedule) -> Served:
 ALL = [Schedule(*flags) for flags in product([False, True], repeat=3)]
 EVEN, ODD = ([s for s in ALL if sum(s[:3]) % 2 == odd] for odd in (0, 1))
 FAST = [("eagle3", ALL[0]), ("eagle3", ALL[-1])]
-SLOW = [*product(["ngram"], EVEN), *product(["eagle3"], EVEN[1:]), *product(["none", "mtp"], ODD)]
+SLOW = [*product(["eagle3"], EVEN[1:]), *product(["mtp"], ODD)]
+NIGHTLY = [*product(["ngram"], EVEN), *product(["none"], ODD)]
 
 
 @pytest.mark.parametrize(
     "drafter, schedule",
-    [*FAST, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)],
+    [
+        *FAST,
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW),
+        *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in NIGHTLY),
+    ],
     ids=str,
 )
 def test_a_step_in_flight_changes_nothing(drafting, drafter, schedule):
@@ -182,7 +187,7 @@ def test_a_step_in_flight_changes_nothing(drafting, drafter, schedule):
 
 
 # `test_stress` compares the tokens of a hybrid with its module and without.
-@pytest.mark.parametrize("drafter", ["eagle3", pytest.param("ngram", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("drafter", ["eagle3", pytest.param("ngram", marks=pytest.mark.nightly)])
 def test_drafts_change_nothing(drafting, drafter):
     made = drafting(drafter)
     made.count_near_ties(made.expected, drafting("none").expected)

@@ -32,7 +32,7 @@ PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed
 MOST = 101  # the drafter's positions, 32 and whole rounds; only one test goes further
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.nightly)])
 def folder(request, checkpoints):
     return llama(checkpoints).folder if request.param == "llama" else hybrid(checkpoints)
 
@@ -178,7 +178,7 @@ def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
         load_drafter(other, config, target, np.dtype("float32"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
     """The target is not recurrent, so it would need no snapshots."""
     prompt = PROMPTS[5]

@@ -277,7 +277,7 @@ class SlowDrafter(Stateless):
         return Draft(tokens, None), state
 
 
-REAL = pytest.param("real", marks=pytest.mark.slow)
+REAL = pytest.param("real", marks=pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module", params=["simulated", REAL])

@@ -91,7 +91,7 @@ def test_the_same_bits_under_any_schedule(llm, expected):
     assert metrics.num_compiles_after_warmup == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_bits_with_a_drafter_and_without(checkpoints):
     """The engines also have other sizes. The model has one layer, because the programs differ.
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.marks import marked
 from support.params import random_params
 from support.rollouts import made_rollout
 from support.weights import rewrite
@@ -291,14 +292,7 @@ def run_script(script: Path, folder: Path | None = None, options: Sequence[str] 
     return result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * (name == "train_drafter"))
-        for name in PRINTED
-    ],
-)
+@pytest.mark.parametrize("name", marked(PRINTED))
 def test_scripts_run_and_print(scripts, name):
     assert PRINTED[name] in run_script(scripts / f"{name}.py")
 
@@ -325,7 +319,7 @@ def test_links_of_pages_lead_to_files(page):
     assert not missing
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_run_of_grpo(examples, shallow, tmp_path, capsys, monkeypatch):
     for name in "TARGET", "DRAFTER":
         demo = getattr(examples["grpo_engines"], name)
@@ -346,8 +340,7 @@ def test_a_small_run_of_grpo(examples, shallow, tmp_path, capsys, monkeypatch):
         assert line in told, "minutes without a line"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", ["folder", "wire"])
+@pytest.mark.parametrize("transport", marked(["folder", "wire"], slow=["wire"]))
 def test_a_trainer_in_another_process_updates_a_server(scripts, transport):
     """The example raises an error if an answer does not come from the weights it has just sent."""
     options = ["--steps", "2", "--questions", "2", "--samples", "2", "--imitation-steps", "2"]

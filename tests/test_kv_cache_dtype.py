@@ -14,6 +14,7 @@ from support.engines import (
     make_llm,
     random_prompts,
 )
+from support.marks import marked
 from support.real_schedules import Found, run_real_schedule
 from support.shared_models import NUM_SNAPSHOTS, VOCAB, eagle3, hybrid, llama, of_few_words
 from support.weights import rewrite
@@ -66,9 +67,7 @@ def made(checkpoints, case):
     return of_few_words(checkpoints, folder or target.folder), config
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "llama")) for n in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, slow=["latents"]))
 def test_random_schedules(checkpoints, name):
     """Requests join, leave, share prefixes and are preempted, with drafts and async steps."""
     case, found = CASES[name], Found()
@@ -117,8 +116,7 @@ def check_bytes(llm, case):
     assert planned == sum(x.nbytes for x in arrays)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "latents"])
+@pytest.mark.parametrize("name", marked(["llama", "latents"]))
 def test_on_two_devices_tokens_are_the_same(checkpoints, name):
     """Each device has the pages and scales of its heads. Each has all pages of latents."""
     case = CASES[name]

@@ -22,6 +22,7 @@ from support.engines import (
     random_prompts,
     simulated_engines,
 )
+from support.marks import marked
 from support.shared_models import (
     EOS,
     VOCAB,
@@ -234,8 +235,7 @@ def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simu
             generate(llm, [1], SamplingParams(logprobs=13))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", VERIFICATIONS)
+@pytest.mark.parametrize("method", marked(VERIFICATIONS, slow=["block"]))
 def test_other_verifications_report_the_model_too(folder, head, logits_after, method):
     """The steps report log-probabilities, and do no other optional work."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from support.engines import EXACT, SIZES, K, generate, generate_tokens, make_llm, random_prompts
+from support.marks import marked
 from support.real_schedules import Found, run_real_schedule
 from support.refits import moved
 from support.schedules import AnyPolicy
@@ -31,7 +32,6 @@ from specjax.methods import METHODS
 from specjax.rl import RolloutEngine
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.slow
 
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 PROMPT_LENGTHS = (1, 33, 38, 5, 32, 17, 36, 8)  # as long as random schedules allow, with outputs
@@ -44,7 +44,6 @@ class Way(NamedTuple):
     method: str
     num_slots: int  # rows that a request has beside the target's, as vLLM counts them
     verification: str  # another way of verifying, to try
-    is_variety: bool = False  # of a kind that others have: less is compiled for every change
     sources: tuple[str, ...] = ()  # of drafts on the host
 
 
@@ -52,26 +51,20 @@ WAYS = {
     "ngram": Way("ngram", 0, "block"),
     "suffix": Way("suffix", 0, "rejection"),
     "p_eagle": Way("p_eagle", K - 1, "rejection"),
-    "p_eagle with suffix": Way("p_eagle", K - 1, "rejection", True, ("suffix",)),
+    "p_eagle with suffix": Way("p_eagle", K - 1, "rejection", ("suffix",)),
     "dflash": Way("dflash", 0, "block"),
-    "dspark": Way("dflash", 0, "rejection", is_variety=True),
-    "dflash2": Way("dflash", 0, "block", is_variety=True),
+    "dspark": Way("dflash", 0, "rejection"),
+    "dflash2": Way("dflash", 0, "block"),
     "medusa": Way("medusa", 0, "rejection"),
     "draft_model": Way("draft_model", 1, "block"),
-    "hybrid draft_model": Way("draft_model", 1, "rejection", is_variety=True),
-    "draft_model of other tokens": Way("draft_model", 1, "block", is_variety=True),
+    "hybrid draft_model": Way("draft_model", 1, "rejection"),
+    "draft_model of other tokens": Way("draft_model", 1, "block"),
 }
 
-every_way = pytest.mark.parametrize("served", WAYS, indirect=True, scope="module")
-every_kind = pytest.mark.parametrize(
-    "served",
-    [
-        pytest.param(name, marks=[pytest.mark.nightly] * way.is_variety)
-        for name, way in WAYS.items()
-    ],
-    indirect=True,
-    scope="module",
-)
+
+def ways(*slow):
+    """Run a test with these ways of drafting, and by night with all others."""
+    return pytest.mark.parametrize("served", marked(WAYS, slow=slow), indirect=True, scope="module")
 
 
 class Served(NamedTuple):
@@ -130,7 +123,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@every_way
+@ways("ngram", "p_eagle", "dflash", "medusa", "draft_model")
 def test_random_schedules(served):
     """Requests join, leave, share prefixes and are preempted. K changes in every round."""
     found = Found()
@@ -146,7 +139,7 @@ def test_random_schedules(served):
     assert engine.scheduler._draft_slots == served.way.num_slots
 
 
-@every_kind
+@ways("ngram", "dflash")
 def test_exact_mode(served, asked):
     """Bits are equal with and without drafts, other requests and grammars."""
     prompts, params = asked
@@ -168,7 +161,7 @@ def test_exact_mode(served, asked):
         assert llm.metrics().num_accepted_tokens > 0
 
 
-@every_kind
+@ways("medusa")
 def test_other_verifications(served, asked):
     """Greedy tokens are equal; sampled outputs have the requested length."""
     prompts, params = asked
@@ -180,7 +173,7 @@ def test_other_verifications(served, asked):
         assert tokens == other if one.temperature == 0 else len(tokens) == 24
 
 
-@every_way
+@ways("p_eagle", "dflash", "medusa")
 def test_updates(served, asked):
     """After updates of the target and of the drafter, rollouts are as without a drafter."""
     prompts, params = asked

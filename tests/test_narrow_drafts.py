@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support.engines import SIZES, K, generate_tokens, make_llm, random_prompts, simulated_engines
+from support.marks import marked
 from support.refusals import label, refusal
 from support.rollouts import copied, noisy
 from support.shared_models import VOCAB, eagle3, hybrid, llama
@@ -38,8 +39,7 @@ def relative_error(made, weights):
     return float(np.linalg.norm(made - weights) / np.linalg.norm(weights))
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != KINDS[2]))
-                                  for k in KINDS])  # fmt: skip
+@pytest.mark.parametrize("kind", marked(KINDS, fast=["a module's"], slow=["the drafter's"]))
 def test_outputs_are_those_without_drafts(checkpoints, kind):
     """Tokens are sampled with fixed seeds. The target's head is not quantised."""
     folder, *drafter = drafters(checkpoints)[kind]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.dynamic_k import InTurn
 from support.engines import K, assert_idle, generate_tokens, make_llm, random_prompts
+from support.marks import marked
 from support.shared_models import (
     NUM_SNAPSHOTS,
     VOCAB,
@@ -48,10 +49,10 @@ class Work:
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
 # EAGLE-1 drafts by the same chain as EAGLE-3; test_draft_model.py has draft models.
 PARALLEL = "p_eagle", "dflash", "medusa"
-SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARALLEL)]
+METHODS = marked(["eagle3", "mtp", *PARALLEL], fast=["eagle3"], slow=["mtp", "dflash"])
 
 
-@pytest.fixture(scope="module", params=["eagle3", *SLOW])
+@pytest.fixture(scope="module", params=METHODS)
 def pair(request, checkpoints, process):
     """An engine with drafts, and an engine of the same target without drafts."""
     method, head = request.param, None
@@ -115,7 +116,7 @@ def counts_of(metrics, before):
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("k", [1, K, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("k", [1, K, pytest.param(5, marks=pytest.mark.nightly)])
 def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
     if is_recurrent(llm.target) and k > K:
         pytest.skip("its ring was sized for fewer")

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from support.engines import K, generate, make_llm, tokens_of
+from support.marks import marked
 from support.schedules import AnyPolicy
 from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
@@ -15,7 +16,7 @@ from specjax.engine.programs import Decode, SplitRound
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.host.speculation.rounds import SplitShape
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
+pytestmark = pytest.mark.usefixtures("small_test")
 
 PROMPTS = [list(range(1, 1 + length)) for length in (9, 3, 20, 1, 12)]
 PARAMS = [
@@ -40,7 +41,7 @@ def make(checkpoints, name):
     return make_llm(*arguments, num_snapshots=NUM_SNAPSHOTS, decode_batches=(2, 4))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", marked(["llama", "qwen3_5_text"], slow=["qwen3_5_text"]))
 def test_the_same_tokens_as_without_splits(checkpoints, name):
     """Requests come, go and resume. Some are sampled, and one has two samples."""
     with make(checkpoints, name) as llm:

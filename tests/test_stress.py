@@ -80,7 +80,7 @@ def stress() -> Iterator[Any]:
         yield importlib.import_module("stress_accepted_counts")
 
 
-@pytest.fixture(scope="module", params=["", pytest.param("exact", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["", pytest.param("exact", marks=pytest.mark.nightly)])
 def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
     """The benchmark's weights, in a model of the tests' sizes."""
     folder = tmp_path_factory.mktemp("hybrid")

@@ -82,7 +82,7 @@ def demo():
         yield Demo(llm, [one._replace(tokens=one.tokens[:longest]) for one in answer(llm, prompts)])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
 def test_demo_heads_pass(demo, method):
     assert demo.faults(*demo.load(method), num_texts=4, mask_ids=(0, 1)) == []

@@ -403,10 +403,12 @@ def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch,
 
 
 # Groups of cases that run here in this process, which has imported JAX, and in the nightly dry run.
-GROUPS = "grid", "host", "loading", "parallel", "peers", "projections", "smoke"
-# Whole engines but those of grid and host, as all are made in the same way; and comparisons of
-# kernels with references, which smoke and tests/kernels have, too.
-NIGHTLY = "kernels", "tokens", "watch", "adaptive", "models", "profile", "correct"
+GROUPS = "loading", "parallel", "peers", "projections"
+# Whole engines; and comparisons of kernels with references, which tests/kernels have, too.
+NIGHTLY = (
+    *("grid", "host", "smoke", "kernels", "tokens"),
+    *("watch", "adaptive", "models", "profile", "correct"),
+)
 DRY = "card", "memory"  # in processes of their own, as on a GPU machine
 
 
@@ -430,14 +432,7 @@ def test_every_group_of_cases_runs_on_the_cpu(runner):
     assert groups == {*GROUPS, *NIGHTLY, *DRY}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["--without", *GROUPS, *NIGHTLY], marks=pytest.mark.slow),
-        pytest.param([], marks=pytest.mark.nightly),
-    ],
-    ids=["some", "all"],
-)
-def test_the_plan_runs_on_the_cpu(options):
-    command = [sys.executable, str(FOLDER / "plan.py"), "--dry-run", *options]
+@pytest.mark.nightly
+def test_the_plan_runs_on_the_cpu():
+    command = [sys.executable, str(FOLDER / "plan.py"), "--dry-run"]
     assert subprocess.run(command, timeout=900).returncode == 0

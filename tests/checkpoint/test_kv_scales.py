@@ -107,7 +107,7 @@ def test_layers_get_their_scales(kind, expected, checkpoints):
     assert choose_pages(source, None, "int8", None, no_log).source is source
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_scale_that_is_too_small_cuts_values(checkpoints):
     """A tiny scale changes outputs with fp8 pages, which use scales, but not with plain pages."""
     plain = checkpoints.target("llama").folder

@@ -145,7 +145,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders_of, kind, for
     np.testing.assert_allclose(causal_logits(narrow, tokens), expected, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_latents_stay_in_float8(folders_of):
     """Latent projections stay in float8, even if heads begin inside a block of scales.
 

@@ -83,7 +83,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(folders):
     np.testing.assert_allclose(causal_logits(folders[0], tokens), hf_logits(hf, tokens), atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_tokens_with_drafts_and_on_two_devices(folders):
     prompts = random_prompts(5, 20, 33, vocab_size=96)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=20) for t in (0.0, 0.8, 1.0)]

@@ -103,7 +103,7 @@ def test_projections_are_quantised_and_routers_are_not(checkpoints, kind, bits, 
         np.testing.assert_array_equal(router.values, plain.layers[0].mlp.router.values)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_tokens_with_and_without_drafts(checkpoints):
     folder = checkpoints.target("llama", **WIDE).folder
     prompts, made = random_prompts(5, 20, 33, vocab_size=96), []

@@ -126,7 +126,7 @@ def run_json(capsys, *argv):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "DeepSeek-V3")) for n in ALL]
+    "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n == "DeepSeek-V3")) for n in ALL]
 )
 def test_parameters_are_those_of_transformers(reports, sums, name):
     report, num_parameters = reports[name], sums[name].parameters()

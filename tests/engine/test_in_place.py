@@ -37,7 +37,7 @@ MODELS = {  # every kind of cache: the config, speculation, layers, and the form
 HLO_NAMES = {"float32": "f32", "int8": "s8"}
 # Both programs, and every kind; the other pairs run by night.
 FAST = "latents", "split"
-SLOW = ("heads", "joined"), ("8-bit heads", "split"), ("states", "joined")
+SLOW = (("states", "joined"),)
 CASES = [
     pytest.param(*case, marks=pytest.mark.slow if case in SLOW else pytest.mark.nightly)
     for case in product(MODELS, PROGRAMS)

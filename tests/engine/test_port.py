@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.contract import KS, PromptLookup, Report, differences, run_schedule, tally
 from support.engines import VOCAB, make_llm, simulated_engines
+from support.marks import marked
 
 from specjax import LLM
 from specjax.engine.port import Programs
@@ -29,7 +30,7 @@ OFTEN = {  # in all schedules of a kind, at least
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=marked(["llama", "qwen3_5_text"], fast=["llama"]))
 def devices(request, checkpoints) -> tuple[LLM, LLM]:
     """LLMs of the same model on the real device and on the simulated device."""
     target = checkpoints.target(request.param, vocab_size=VOCAB, seed=4)  # whose outputs repeat

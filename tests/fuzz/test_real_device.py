@@ -10,7 +10,7 @@ from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 from specjax import LLM
 
 # Together, the seeds of each tuple have every rare event.
-SEEDS = [(3, 4, 6, 10, 13, 15), pytest.param((0, 9, 14, 16, 17, 18), marks=pytest.mark.slow)]
+SEEDS = [(3, 4, 6, 10, 13, 15), pytest.param((0, 9, 14, 16, 17, 18), marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])

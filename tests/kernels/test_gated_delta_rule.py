@@ -45,7 +45,11 @@ def test_ragged_prompts_match_the_definition(kernels, sizes):
 # A whole chunk of the reference is three of the kernels'; a token more; many.
 @pytest.mark.parametrize(
     "width",
-    [PROMPT_WIDTH, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 65, 200))],
+    [
+        PROMPT_WIDTH,
+        pytest.param(65, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 200)),
+    ],
 )
 def test_chunks_of_any_width_match_the_definition(kernels, width):
     sizes = Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=1) if width == 200 else Sizes()

@@ -9,6 +9,7 @@ written here in torch, around transformers' model.
 import pytest
 from support import dflash
 from support.dflash import CAPACITY, IN_CONFIG, SWA, VOCAB, torch, transformers
+from support.marks import marked
 
 WINDOW = 5
 RANK, NUM_TAPS, GROUP, NUM_CANDIDATES, SCALE = 6, 3, 8, 5, 1.5
@@ -172,11 +173,15 @@ CASES = {
     ),
     "dflash2": (DFLASH2, {"scale": SCALE}, (2,)),
 }
-QUICK = ("windows-from-the-anchor-own-embedding-d2t-k-changes",)
+SLOW = (
+    "windows-from-the-anchor-own-embedding-d2t-k-changes",
+    "dspark-of-speculators-rows-as-dflash",
+    "dflash2",
+)
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in CASES]
+    "name", marked(CASES, fast=["windows-from-the-anchor-non-causal"], slow=SLOW)
 )
 def test_dflash_drafts(target, check_drafts, tmp_path, name):
     options, of_oracle, ks = CASES[name]
@@ -215,8 +220,8 @@ THREE_LAYERS = {"aux": (1, 0, 1), "kinds": ("full", "sliding", "full"), "window"
 @pytest.mark.parametrize(
     "options, k",
     [
-        ({"kinds": ("full", "sliding")}, 3),
-        pytest.param(THREE_LAYERS | {"block_size": 6}, 5, marks=pytest.mark.slow),
+        pytest.param({"kinds": ("full", "sliding")}, 3, marks=pytest.mark.slow),
+        pytest.param(THREE_LAYERS | {"block_size": 6}, 5, marks=pytest.mark.nightly),
     ],
     ids=["two-layers", "three-layers-a-window-shorter-than-the-block"],
 )

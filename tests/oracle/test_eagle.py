@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from support.marks import marked
 from support.torch_heads import OracleHead, oracle_of
 
 from specjax.config import SpeculativeConfig
@@ -140,7 +141,6 @@ class Case:
     oracle: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     target: tuple[str, dict[str, Any]] = DEEP
-    is_slow: bool = True
 
 
 # Steps without drafts must still keep the head's cache true, in whatever slot it is.
@@ -155,7 +155,7 @@ EDITS = {
 }
 CASES = {
     # A config that says nothing more.
-    "eagle-plain-k-changes": Case("eagle", {}, {}, NOW_AND_THEN, SHALLOW, is_slow=False),
+    "eagle-plain-k-changes": Case("eagle", {}, {}, NOW_AND_THEN, SHALLOW),
     # All that EAGLE-1 may have of its own.
     "eagle-greedy-drafting-ignores-the-temperature": Case(
         "eagle",
@@ -178,7 +178,7 @@ CASES = {
     "eagle-of-a-target-with-other-layers": Case("eagle", {"embedding": "same"}, target=GEMMA),
     # Edited as the target will be, by what stands and the drafts before; over ids of the target,
     # though the head has fewer. Half of the requests ask for it.
-    "eagle3-all-with-edits": Case("eagle3", *OPTIONS["all"], {"edits": EDITS}, is_slow=False),
+    "eagle3-all-with-edits": Case("eagle3", *OPTIONS["all"], {"edits": EDITS}),
     # Many rounds without drafts never run the head through, but leave it all that it goes on from.
     # The target has layers of two kinds, with experts.
     "eagle3-after-many-rounds-without": Case(
@@ -218,14 +218,12 @@ def made(checkpoints, method, target, options, of_oracle):
     return files, oracle_of(target, files, **{"aux_layers": layers} | of_oracle)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(one, id=name, marks=[pytest.mark.slow] * one.is_slow)
-        for name, one in CASES.items()
-    ],
-)
-def test_drafts(checkpoints, check_drafts, case):
+SLOW = "eagle3-all-with-edits", "p_eagle-aws", "eagle3-after-many-rounds-without"
+
+
+@pytest.mark.parametrize("name", marked(CASES, fast=["eagle-plain-k-changes"], slow=SLOW))
+def test_drafts(checkpoints, check_drafts, name):
+    case = CASES[name]
     kind, config = case.target
     target = checkpoints.target(kind, vocab_size=VOCAB, **config)
     files, oracle = made(checkpoints, case.method, target, case.options, case.oracle)

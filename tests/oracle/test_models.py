@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.logits import causal_logits, hf_logits
+from support.marks import marked
 
 from specjax.device.cache import latent
 from specjax.device.cache.kind import CacheSizes
@@ -170,6 +171,7 @@ QUICK = CASES.keys() - {"deepseek_v3-no-q-rank", "glm4_moe_lite"} | {
     "qwen3_5_moe",
     "qwen3_5-vision-tied",
 }
+NIGHTLY = {"qwen3_next-ratio-3-some-dense", "qwen3_5-ratio-3", "qwen3_5_moe-vision"}
 
 
 def written(checkpoints, name):
@@ -180,10 +182,7 @@ def written(checkpoints, name):
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
-        for name in CASES | HYBRIDS
-    ],
+    params=marked(CASES | HYBRIDS, fast=QUICK, slow=(CASES | HYBRIDS).keys() - QUICK - NIGHTLY),
 )
 def case(request, checkpoints):
     """A target, tokens, transformers' logits, and how the tokens are divided."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from support.marks import marked
 from support.targets import SIGMOID_KINDS
 
 from specjax.device.cache import latent
@@ -157,10 +158,10 @@ def test_the_oracle_drafts_as_generation_does(checkpoints, monkeypatch):
     assert len(drafted) > 6
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "qwen3_next")) for n in CASES],
-)
+SLOW = "qwen3_5-vision-tied-k-changes", "deepseek_v3"
+
+
+@pytest.mark.parametrize("name", marked(CASES, fast=["glm4_moe_lite"], slow=SLOW))
 def test_drafts(checkpoints, check_drafts, name):
     target, oracle = written(checkpoints, name)
     drafter, *_ = check_drafts(target, target.folder, "mtp", oracle, ks=CASES[name][-1])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.marks import marked
 
 from specjax.device.cache.pages import Pages
 from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
@@ -88,12 +89,7 @@ CASES = {  # the type, what it has of its own, drafter, windows, layers by kind
 }
 
 
-SLOW = "gpt_oss", "qwen3"
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, fast=["gemma3"], slow=["mistral by itself"]))
 def test_tokens_are_those_of_plain_decoding(name, checkpoints, check_tokens):
     kind, sizes, make_drafter, windows, kinds = CASES[name]
     target = checkpoints.target(kind, **sizes)

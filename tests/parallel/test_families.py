@@ -4,11 +4,12 @@ from typing import NamedTuple
 
 import pytest
 from support.engines import K, generate, make_llm, random_prompts
+from support.marks import marked
 from support.targets import VOCAB
 
 from specjax import SamplingParams
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
+pytestmark = pytest.mark.usefixtures("small_test")
 
 
 class Case(NamedTuple):
@@ -56,17 +57,11 @@ PARAMS = [
 ]
 
 
-# Of a kind that others have, too.
-VARIETIES = (
-    *("llama 2 on 3", "qwen2", "glm4_moe", "glm4_moe_lite", "deepseek_v3 without q_lora"),
-    *("qwen3_5_text on 4", "qwen3_next"),
-)
+# Heads that do not divide, experts, latents and recurrent layers.
+SLOW = "llama 3 on 2", "experts of qwen3_moe", "experts of gpt_oss", "deepseek_v3", "qwen3_5_text"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in CASES],
-)
+@pytest.mark.parametrize("name", marked(CASES, slow=SLOW))
 def test_the_same_tokens(checkpoints, name):
     case = CASES[name]
     target = checkpoints.target(case.kind, **case.sizes)

@@ -8,14 +8,13 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 from support.host_processes import LIMIT, run_all, same, serve_all, start
+from support.marks import marked
 from support.refusals import refusal
 from support.shared_models import eagle3, hybrid, llama
 from support.weights import rewrite
 
 from specjax import LLM, follow
 from specjax.cli import main
-
-pytestmark = pytest.mark.slow
 
 
 @contextmanager
@@ -69,12 +68,17 @@ def with_own_half(checkpoints, folder, rank):
     return str(made)
 
 
-def test_two_processes_give_what_one_gives(checkpoints):
+@pytest.mark.parametrize("kind", marked(["llama", "hybrid"], slow=["llama"]))
+def test_two_processes_give_what_one_gives(checkpoints, kind):
     """Each process reads only its parts of the weights. If one stops answering, both end."""
-    folder = hybrid(checkpoints)
-    drafting = {"method": "mtp", "num_speculative_tokens": 3, "with": ["suffix"]}
+    drafting = {"method": "suffix", "num_speculative_tokens": 3}
+    folders = [llama(checkpoints, seed=seed).folder for seed in (0, 1)]
+    if kind == "hybrid":
+        drafting |= {"method": "mtp", "with": ["suffix"]}
+        folders = [hybrid(checkpoints, seed=seed) for seed in (0, 1)]
+    folder, updated = folders
     part = {"folder": str(folder), "speculative_config": drafting}
-    run = {**part, "updated": str(hybrid(checkpoints, seed=1))}
+    run = {**part, "updated": str(updated)}
     halves = {str(i): {"folder": with_own_half(checkpoints, folder, i)} for i in range(2)}
     # The second engine has the programs of the first.
     with processes({**run, "own": halves, "then": "run all"}, part) as (leader, follower):
@@ -107,6 +111,7 @@ def test_three_processes_of_a_trainer(checkpoints, tmp_path):
         assert [one.wait(20) for one in (leader, *others)] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_what_differs_and_who_is_lost(checkpoints):
     folder = llama(checkpoints).folder
     other = str(checkpoints.copy(folder, rms_norm_eps=0.1))
@@ -132,6 +137,7 @@ def test_what_differs_and_who_is_lost(checkpoints):
         assert leader.wait(10) == 1
 
 
+@pytest.mark.slow
 def test_refusals_before_processes_meet(checkpoints):
     folder = llama(checkpoints).folder
     two = {"nnodes": 2, "tensor_parallel_size": 2}

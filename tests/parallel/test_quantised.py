@@ -131,7 +131,10 @@ def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
             {"tensor_parallel_size": 4, "enable_expert_parallel": True},
             marks=pytest.mark.nightly,
         ),
-        ("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
+        pytest.param(
+            *("qwen3_5_text", None, {}, {"tensor_parallel_size": 2, "speculation": NARROW}),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_the_tokens_of_one_device(checkpoints, kind, form, config, options):

@@ -16,6 +16,7 @@ from support.engines import (
     make_llm,
     random_prompts,
 )
+from support.marks import marked
 from support.real_schedules import Found, run_real_schedule
 from support.refits import moved
 from support.schedules import AnyPolicy
@@ -36,7 +37,7 @@ from specjax.engine.compiled import CompiledPrograms
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("small_test")]
+pytestmark = pytest.mark.usefixtures("small_test")
 
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 EDITS = (
@@ -51,6 +52,7 @@ EDITS = (
 )
 
 
+@pytest.mark.slow
 def test_random_schedules(checkpoints, monkeypatch):
     """Requests join, leave, share prefixes and are preempted. K changes in every round.
 
@@ -89,14 +91,8 @@ DRAFTERS = {
 }
 
 
-# As a case of `test_options`, or of a kind that others have, too.
-VARIETIES = "eagle3", "p_eagle", "dspark", "dflash2", "draft_model and texts"
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in DRAFTERS],
-)
+# EAGLE-3 is also in `test_options`.
+@pytest.mark.parametrize("name", marked(DRAFTERS, slow=["suffix", "dflash"]))
 def test_drafters(checkpoints, name):
     """Tokens, drafts and accepted drafts are equal, with a temperature and edits of logits."""
     count, head = DRAFTERS[name]
@@ -154,13 +150,10 @@ def rounded(logprobs):
     ]
 
 
-@pytest.mark.parametrize(
-    "verification",
-    [
-        pytest.param(one, marks=[pytest.mark.nightly] * (one in ("block", "synthetic")))
-        for one in (None, *VERIFICATIONS)
-    ],
-)
+WAYS = marked(["seed_exact", *VERIFICATIONS], slow=["seed_exact"])
+
+
+@pytest.mark.parametrize("verification", WAYS)
 def test_options(pair, verification):
     """Every option of requests, and a logits processor, with every verification method."""
     arguments, prompts, params = pair
@@ -173,6 +166,7 @@ def test_options(pair, verification):
     assert found[0] == found[1]
 
 
+@pytest.mark.nightly
 def test_logits_processors(pair):
     """Only logits processors read the logits of the whole vocabulary."""
     arguments, prompts, params = pair
@@ -188,6 +182,7 @@ def prefer_late(tokens, length, logits):
     return logits + 0.05 * jnp.arange(len(logits), dtype=jnp.float32)
 
 
+@pytest.mark.nightly
 def test_exact_mode(pair):
     """On two devices, bits are equal with and without drafts and other requests."""
     arguments, prompts, params = pair
@@ -204,6 +199,7 @@ def test_exact_mode(pair):
         assert found([3, 2, 1, 0])[::-1] == alone
 
 
+@pytest.mark.slow
 def test_updates(pair):
     """Updates by name, while asleep, and of the drafter; then rollouts and scores are equal."""
     (folder, method, head), prompts, _ = pair

@@ -26,12 +26,11 @@ from specjax.train.teacher import Frozen
 
 pytestmark = pytest.mark.usefixtures("one_step")
 
-CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
+CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.nightly)
 PARALLEL = "dflash", "medusa", "p_eagle"
 METHODS = (
     *CHAINS,
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "dflash")),
-    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("medusa", "p_eagle")),
+    *(pytest.param(x, marks=pytest.mark.nightly) for x in ("eagle", "dflash", "medusa", "p_eagle")),
 )
 
 

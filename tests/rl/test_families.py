@@ -89,10 +89,13 @@ def write_new_head(kind, target, folder):
     save_checkpoint(folder, start.head.specs(), params, start.config, dtype=FLOAT32, extra=extra)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, drafter",
-    [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash"), ("gemma3_text", "eagle3")],
+    [
+        pytest.param("gpt_oss", "dflash", marks=pytest.mark.slow),
+        pytest.param("glm4_moe_lite", "eagle3", marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", "eagle3", marks=pytest.mark.nightly),
+    ],
 )
 def test_new_heads_and_updates(checkpoints, kind, drafter, tmp_path):
     """With a new head, tokens are the target's, before and after an update."""

@@ -14,7 +14,8 @@ from specjax.rl.history import RolloutHistory
 from specjax.rl.ray_workers import RayRollouts
 from specjax.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.slow
+# By day, tests/ray_llm has workers of a cluster, and test_ray_failures.py has these without one.
+pytestmark = pytest.mark.nightly
 
 PARAMS = SamplingParams(max_tokens=20)
 

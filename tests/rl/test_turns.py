@@ -8,23 +8,22 @@ from specjax.rl.turns import Turns
 
 def test_a_loop_lets_others_in():
     """With a plain lock, the loop would nearly always get the lock again."""
-    turns, stop = Turns(), threading.Event()
+    turns, stop, rounds = Turns(), threading.Event(), []
 
     def loop():
         while not stop.is_set():
             with turns:
+                rounds.append(None)
                 time.sleep(0.002)
 
     thread = threading.Thread(target=loop)
     thread.start()
-    start = time.perf_counter()
     for _ in range(20):
         with turns:
             pass
-    seconds = time.perf_counter() - start
     stop.set()
     thread.join()
-    assert seconds < 20 * 0.02  # each waits for one round of the loop, give or take
+    assert len(rounds) < 20 * 4  # each waits for one round of the loop, give or take
 
 
 def test_one_at_a_time_and_nothing_is_missed():

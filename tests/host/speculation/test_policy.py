@@ -175,7 +175,7 @@ def test_a_small_lead_has_to_last(lead, at_64, expected):
 
 
 @pytest.mark.parametrize("best, rates, batch", [
-    (2, RATES, 16), nightly(5, HIGH, 1), slow(5, HIGH, 256),
+    (2, RATES, 16), nightly(5, HIGH, 1), nightly(5, HIGH, 256),
 ])  # fmt: skip
 def test_tries_are_few_and_cheap(best, rates, batch):
     """The time of tries is limited in every run. Their number is limited in the median run.
