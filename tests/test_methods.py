@@ -123,7 +123,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@ways("ngram", "p_eagle", "dflash", "medusa", "draft_model")
+@ways("dflash", "draft_model")
 def test_random_schedules(served):
     """Requests join, leave, share prefixes and are preempted. K changes in every round."""
     found = Found()
@@ -139,7 +139,7 @@ def test_random_schedules(served):
     assert engine.scheduler._draft_slots == served.way.num_slots
 
 
-@ways("ngram", "dflash")
+@ways("dflash")
 def test_exact_mode(served, asked):
     """Bits are equal with and without drafts, other requests and grammars."""
     prompts, params = asked
@@ -161,7 +161,7 @@ def test_exact_mode(served, asked):
         assert llm.metrics().num_accepted_tokens > 0
 
 
-@ways("medusa")
+@ways("draft_model")
 def test_other_verifications(served, asked):
     """Greedy tokens are equal; sampled outputs have the requested length."""
     prompts, params = asked
@@ -173,7 +173,7 @@ def test_other_verifications(served, asked):
         assert tokens == other if one.temperature == 0 else len(tokens) == 24
 
 
-@ways("p_eagle", "dflash", "medusa")
+@ways("dflash", "draft_model")
 def test_updates(served, asked):
     """After updates of the target and of the drafter, rollouts are as without a drafter."""
     prompts, params = asked

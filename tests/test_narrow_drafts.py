@@ -39,7 +39,7 @@ def relative_error(made, weights):
     return float(np.linalg.norm(made - weights) / np.linalg.norm(weights))
 
 
-@pytest.mark.parametrize("kind", marked(KINDS, fast=["a module's"], slow=["the drafter's"]))
+@pytest.mark.parametrize("kind", marked(KINDS, fast=["a module's"]))
 def test_outputs_are_those_without_drafts(checkpoints, kind):
     """Tokens are sampled with fixed seeds. The target's head is not quantised."""
     folder, *drafter = drafters(checkpoints)[kind]

@@ -24,7 +24,7 @@ CASES = {
 SEEDS = {"hybrid": (1, 3, 4)}
 
 
-@pytest.mark.parametrize("name", marked(CASES, slow=["dense, pages", "hybrid"]))
+@pytest.mark.parametrize("name", marked(CASES, slow=["hybrid"]))
 def test_random_schedules(checkpoints, name):
     kind, method, sizes, given = CASES[name]
     target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1, **sizes)

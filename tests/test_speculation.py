@@ -49,7 +49,7 @@ class Work:
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
 # EAGLE-1 drafts by the same chain as EAGLE-3; test_draft_model.py has draft models.
 PARALLEL = "p_eagle", "dflash", "medusa"
-METHODS = marked(["eagle3", "mtp", *PARALLEL], fast=["eagle3"], slow=["mtp", "dflash"])
+METHODS = marked(["eagle3", "mtp", *PARALLEL], fast=["eagle3"], slow=["dflash"])
 
 
 @pytest.fixture(scope="module", params=METHODS)

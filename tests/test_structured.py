@@ -274,7 +274,7 @@ def test_where_no_token_is_left_the_request_ends_with_an_error(llm, temperature)
     assert_dead_ends(llm, temperature, DEAD_ENDS)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [EXACT, {"async_scheduling": False}])
 def test_where_no_token_is_left_in_other_engines(folder, head, options):
     wishes = DEAD_ENDS[: 3 if "exact" in options else None]

@@ -139,7 +139,7 @@ def test_parts_of_several_devices_stay_packed(packings):
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_same_tokens_with_and_without_drafts(packings):
     """With drafts, the model runs on two devices, each with half of the experts."""
     prompts = random_prompts(5, 20, 33, vocab_size=96)

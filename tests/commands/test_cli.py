@@ -55,7 +55,7 @@ for command in sys.argv[1:]:
     ]
     # Time on the processor, as the machine may be busy with other tests.
     ends = [0.0, *map(float, done.stderr.splitlines())]
-    assert max(b - a for a, b in pairwise(ends)) < 0.5
+    assert max(b - a for a, b in pairwise(ends)) < 1.5
 
 
 def test_the_package_imports_lazily_but_completely():

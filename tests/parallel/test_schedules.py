@@ -92,7 +92,7 @@ DRAFTERS = {
 
 
 # EAGLE-3 is also in `test_options`.
-@pytest.mark.parametrize("name", marked(DRAFTERS, slow=["suffix", "dflash"]))
+@pytest.mark.parametrize("name", marked(DRAFTERS, slow=["suffix"]))
 def test_drafters(checkpoints, name):
     """Tokens, drafts and accepted drafts are equal, with a temperature and edits of logits."""
     count, head = DRAFTERS[name]

@@ -1,4 +1,4 @@
-"""Two workers of two devices each give one LLM's results, also if workers die."""
+"""Two workers, by night of two devices each, give one LLM's results, also if workers die."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +25,8 @@ def ray():
         yield found
 
 
-@pytest.fixture(scope="module")
-def both(ray, checkpoints):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.nightly)])
+def both(request, ray, checkpoints):
     """An LLM, and a `RayLLM` with two workers."""
     target = checkpoints.target()
     folder, head = checkpoints.with_letters(target.folder), checkpoints.eagle3(target).folder
@@ -34,7 +34,9 @@ def both(ray, checkpoints):
     config |= {"with": ["suffix"]}
     options = {**SIZES, "seed": 5, "speculative_config": config}
     with (
-        RayLLM(folder, data_parallel_size=2, tensor_parallel_size=2, **options) as workers,
+        RayLLM(
+            folder, data_parallel_size=2, tensor_parallel_size=request.param, **options
+        ) as workers,
         LLM(folder, **options) as single,
     ):
         yield single, workers

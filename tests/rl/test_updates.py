@@ -26,7 +26,7 @@ from specjax.rl import RolloutEngine, Span
 from specjax.rl.weights import ArraySource
 
 
-@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
 def test_drafts_change_nothing_across_updates(build, target, module, kind):
     """Ten updates: without a drafter, with an outdated one, and with an updated one."""
     folder, drafts = target.folder, True
