@@ -33,7 +33,7 @@ def hybrid():
     return measure("--model", "demo-qwen3.5", "--k", "3", "--num-prompts", "16")
 
 
-@pytest.fixture(params=["llama", "hybrid"])
+@pytest.fixture(params=["llama", pytest.param("hybrid", marks=pytest.mark.nightly)])
 def figures(request):
     return request.getfixturevalue(request.param)
 

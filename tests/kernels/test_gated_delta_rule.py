@@ -17,6 +17,7 @@ from support.kernels_delta_rule import (
     Streams,
     error,
 )
+from support.marks import marked
 
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.gated_delta_rule.reference import Tokens, advance, recur_chunks
@@ -193,7 +194,7 @@ def decode_token_by_token(kernels, streams, sizes, chunks):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("kernels", INTERPRETED_SLOWLY)
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", marked(SCHEDULES, fast=["k3", "k5"]))
 def test_random_schedules_have_the_bits_of_decoding_token_by_token(kernels, name):
     """Slots are reused, rows are sometimes idle, and prompts and steps have any length."""
     k, sizes = SCHEDULES[name]

@@ -51,9 +51,9 @@ def train_on(engine, pairs, steps):
     return state.trainable
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.optimized
-@pytest.mark.parametrize("method", ["eagle3", pytest.param("mtp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_drafter_catches_up_with_a_target_that_has_moved(method):
     model = "demo-qwen3.5" if method == "mtp" else "demo-llama"
     drafter = str(demo_folder(DRAFTERS[model][method]))
