@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from support.marks import marked
 from support.params import random_params
 from support.rollouts import made_rollout
 from support.weights import rewrite
@@ -292,7 +291,8 @@ def run_script(script: Path, folder: Path | None = None, options: Sequence[str] 
     return result.stdout
 
 
-@pytest.mark.parametrize("name", marked(PRINTED))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", PRINTED)
 def test_scripts_run_and_print(scripts, name):
     assert PRINTED[name] in run_script(scripts / f"{name}.py")
 
@@ -340,7 +340,8 @@ def test_a_small_run_of_grpo(examples, shallow, tmp_path, capsys, monkeypatch):
         assert line in told, "minutes without a line"
 
 
-@pytest.mark.parametrize("transport", marked(["folder", "wire"], slow=["wire"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("transport", ["folder", "wire"])
 def test_a_trainer_in_another_process_updates_a_server(scripts, transport):
     """The example raises an error if an answer does not come from the weights it has just sent."""
     options = ["--steps", "2", "--questions", "2", "--samples", "2", "--imitation-steps", "2"]

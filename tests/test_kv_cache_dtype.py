@@ -116,7 +116,8 @@ def check_bytes(llm, case):
     assert planned == sum(x.nbytes for x in arrays)
 
 
-@pytest.mark.parametrize("name", marked(["llama", "latents"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["llama", "latents"])
 def test_on_two_devices_tokens_are_the_same(checkpoints, name):
     """Each device has the pages and scales of its heads. Each has all pages of latents."""
     case = CASES[name]
