@@ -2,11 +2,10 @@
 
 import pytest
 from support.engines import generate, make_llm, tokens_of
-from support.marks import marked
 
 from specjax import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("small_test")
+pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("small_test")]
 
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 48}
 LLAMA = {"num_hidden_layers": 2}
@@ -31,7 +30,7 @@ def models(checkpoints):
     }
 
 
-@pytest.mark.parametrize("kind", marked(["llama", "qwen3_5_moe"], slow=["llama"]))
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_moe"])
 def test_tokens_are_those_of_plain_jax(models, kind):
     """The engines have few shapes and one variant, so that little is compiled."""
     sizes = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16, "num_pages": 10}

@@ -5,12 +5,12 @@ Tokens are compared with plain decoding by the same quantised model.
 
 import pytest
 from support.engines import SIZES, K
-from support.marks import marked
 from support.real_schedules import Found, run_real_schedule
 from support.shared_models import NUM_SNAPSHOTS, VOCAB, of_few_words
 
 from specjax.rl import RolloutEngine
 
+pytestmark = pytest.mark.nightly
 WIDE = {"hidden_size": 128, "intermediate_size": 128}  # int4 has groups of 128 inputs
 MIXED = {"quantization": "fp8", "kv_cache_dtype": "int8"}
 CASES = {
@@ -24,7 +24,7 @@ CASES = {
 SEEDS = {"hybrid": (1, 3, 4)}
 
 
-@pytest.mark.parametrize("name", marked(CASES, slow=["hybrid"]))
+@pytest.mark.parametrize("name", CASES)
 def test_random_schedules(checkpoints, name):
     kind, method, sizes, given = CASES[name]
     target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1, **sizes)

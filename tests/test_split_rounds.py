@@ -41,7 +41,7 @@ def make(checkpoints, name):
     return make_llm(*arguments, num_snapshots=NUM_SNAPSHOTS, decode_batches=(2, 4))
 
 
-@pytest.mark.parametrize("name", marked(["llama", "qwen3_5_text"], slow=["qwen3_5_text"]))
+@pytest.mark.parametrize("name", marked(["llama", "qwen3_5_text"], slow=["llama"]))
 def test_the_same_tokens_as_without_splits(checkpoints, name):
     """Requests come, go and resume. Some are sampled, and one has two samples."""
     with make(checkpoints, name) as llm:

@@ -21,7 +21,6 @@ from support.engines import (
     random_prompts,
     tokens_of,
 )
-from support.marks import marked
 from support.shared_models import EOS, eagle3, llama, prepare_everything, without_end
 
 from specjax import SamplingParams
@@ -138,7 +137,8 @@ def test_speculation_changes_nothing(llm, plain):
     assert tokens_of(outputs) == generate_tokens(plain, PROMPTS, params)
 
 
-@pytest.mark.parametrize("method", marked(VERIFICATIONS, slow=["rejection"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", VERIFICATIONS)
 def test_other_verifications(folder, head, method):
     """The steps follow grammars, and do no other optional work."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
