@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -44,6 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--recompile", action="store_true", help="compile for an H200 what earlier runs compiled"
     )
+    parser.addoption(
+        "--part", metavar="I/N", help="of the modules with slow tests, run the I-th of N parts"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +74,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("gpu_shapes"):
         toolchain = replace(toolchain, make_model=gpu_model)
     Engine.make_programs = staticmethod(partial(CompiledPrograms, toolchain=toolchain))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--part I/N`, deselect the slow tests of the other parts' modules.
+
+    A module's name decides to which part it belongs. Tests that are not slow run in every part.
+    """
+    if (part := config.getoption("part")) is None:
+        return
+    index, count = map(int, part.split("/"))
+
+    def is_kept(item: pytest.Item) -> bool:
+        is_long = any(item.get_closest_marker(mark) for mark in ("slow", "h200"))
+        return not is_long or crc32(item.nodeid.partition("::")[0].encode()) % count == index
+
+    others = [item for item in items if not is_kept(item)]
+    items[:] = filter(is_kept, items)
+    config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish() -> None:

@@ -25,6 +25,8 @@ from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence as Sample
 from specjax.host.speculation.policy import StaticPolicy
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llguidance")
 BUDGET, SMALL_BUDGET = SIZES["max_num_batched_tokens"], 10
 PAGES_UNDER_PRESSURE = 12  # three requests at their longest have 24

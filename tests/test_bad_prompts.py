@@ -73,6 +73,7 @@ BAD_PROMPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompts, words", BAD_PROMPTS, ids=label)
 def test_bad_prompts(llm, prompts, words):
     message = refusal(lambda: llm.generate(prompts, GREEDY, use_tqdm=False), *words)
@@ -143,6 +144,7 @@ BAD_CHATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options, words", BAD_CHATS, ids=label)
 def test_bad_chats(llm, options, words):
     options = {"messages": SAY, "sampling_params": GREEDY} | options

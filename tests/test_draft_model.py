@@ -26,6 +26,8 @@ from specjax.host.drafts.suggester import is_used
 from specjax.host.drafts.text_index import NOTHING, Continuation
 from specjax.host.speculation.policy import StaticPolicy
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed=1)
 
 

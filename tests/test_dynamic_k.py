@@ -11,6 +11,8 @@ from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
 
+pytestmark = pytest.mark.slow
+
 K = 3
 PROMPTS = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
 # The last request runs on when all others have ended.

@@ -57,6 +57,7 @@ def test_ends_of_sequence(llm, plain):
         assert all(len(ids) == 60 for ids in generate_tokens(one, [[1, 2, 3]] * 24, later))
 
 
+@pytest.mark.slow
 def test_stops(llm, plain):
     """Stop texts that end inside an accepted run of drafts, other stop texts, and stop ids."""
     rng, wishes = np.random.default_rng(1), []

@@ -12,6 +12,8 @@ from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("llguidance")
 LENGTHS = (1, 33, 70, 5, 32, 96, 17)
 PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB, seed=3)

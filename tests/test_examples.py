@@ -88,6 +88,7 @@ def logprobs_of(examples, tiny) -> Callable[..., np.ndarray]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -202,6 +203,7 @@ def test_log_probabilities_are_the_model_s(logprobs_of, tiny):
     assert np.exp(last).sum() == pytest.approx(1, rel=1e-4)  # of all that may come next
 
 
+@pytest.mark.slow
 def test_updates_raise_what_was_good_and_leave_the_given_arrays_alone(examples, tiny, logprobs_of):
     grpo, (model, params) = examples["grpo"], tiny
     tokens = np.array([[0, 23, 27, 80, 11], [0, 23, 27, 24, 21]], np.int32)
@@ -312,6 +314,7 @@ def test_python_on_pages_runs(page, tmp_path):
     assert run_script(script, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_links_of_pages_lead_to_files(page):
     targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text())

@@ -20,6 +20,8 @@ from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 
+pytestmark = pytest.mark.slow
+
 MAX_LEN = SIZES["max_model_len"]
 COUNTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generation_tokens"
 

@@ -35,6 +35,8 @@ from support.shared_models import (
 
 from specjax import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 CHUNK = SIZES["prefill_shapes"][0][1]
 TOLERANCE = 1e-4
 LENGTHS = (5, 1, CHUNK + 1, 2 * CHUNK + 6, 2, CHUNK)

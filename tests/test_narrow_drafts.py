@@ -39,6 +39,7 @@ def relative_error(made, weights):
     return float(np.linalg.norm(made - weights) / np.linalg.norm(weights))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", marked(KINDS, fast=["a module's"]))
 def test_outputs_are_those_without_drafts(checkpoints, kind):
     """Tokens are sampled with fixed seeds. The target's head is not quantised."""
@@ -57,6 +58,7 @@ def test_outputs_are_those_without_drafts(checkpoints, kind):
                    if is_weight(x))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_copy_follows_the_target(checkpoints):
     """New weights also replace the drafter's quantised copy of the head, even while asleep."""
     target = llama(checkpoints)

@@ -131,6 +131,7 @@ def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
     assert 0 <= missing <= k * (k - 1) // 2 * len(work.prompts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_k_may_change_every_step(llm, works, temperature):
     """At most 4 requests run at once. The others wait until a request ends."""
@@ -142,6 +143,7 @@ def test_k_may_change_every_step(llm, works, temperature):
     assert all(histogram[k] - before.get(k, 0) > 10 for k in (0, 1, K))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_samples_give_the_tokens_of_plain_decoding(llm, pair, works, compilations, temperature):
     """Prompts share whole pages, a part of a page, or nothing. There are more samples than slots.

@@ -140,6 +140,7 @@ def assert_ended(llm, output, token_ids, reason):
     assert (sample.finish_reason, sample.stop_reason) == ("stop", reason)
 
 
+@pytest.mark.slow
 def test_ends_of_sequence(engines, longs):
     """EOS may be ignored, and it may be one of the stop ids."""
     ended = [(long, long.token_ids.index(EOS)) for long in longs if EOS in long.token_ids[2:40]]

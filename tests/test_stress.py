@@ -96,6 +96,7 @@ def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
         yield Served(stress, llm, alone, stress.read_settings(settings))
 
 
+@pytest.mark.slow
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
     exact = served.settings.exact
     prompts, samples, rounds = 8 if exact else 16, 4, 2
@@ -117,6 +118,7 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
     assert "mismatches: 0" in printed and "tokens/s" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [""], indirect=True)
 @pytest.mark.parametrize("program", [Begin, Decode])
 def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, program, capsys):
@@ -145,6 +147,7 @@ def test_too_few_tokens_are_refused(stress, capsys):
     assert "--max-tokens 3 must be at least 4" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [[], ["--exact"]], ids=["", "exact"])
 def test_the_command_runs_its_own_model(stress, tmp_path, capsys, mode):
     """The command runs on a simulated device, whose drafts are accepted pseudo-randomly."""

@@ -128,6 +128,7 @@ def assert_all_parse(outputs, params):
 # --- it parses ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_speculation_changes_nothing(llm, plain):
     """Sums are sampled, because greedy sums would nest without end."""
     params = wishes(12) + wishes(12, kinds=["json", "regex", "choice"], temperature=0.0)
@@ -149,6 +150,7 @@ def test_other_verifications(folder, head, method):
         assert llm.metrics().num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_any_mix_of_wishes(llm, plain):
     """Grammars with any other options, and requests without grammars, give plain decoding's tokens.
 
@@ -206,6 +208,7 @@ def test_any_mix_of_wishes(llm, plain):
 # --- ends -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_without_an_end_of_sequence(checkpoints, folder, head):
     """An output ends when no token can follow; otherwise, it runs to its maximum length."""
     with make_llm(without_end(checkpoints, folder), "eagle3", head) as llm:
@@ -269,6 +272,7 @@ def assert_dead_ends(llm, temperature, wishes):
         assert_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_no_token_is_left_the_request_ends_with_an_error(llm, temperature):
     assert_dead_ends(llm, temperature, DEAD_ENDS)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from support.engines import generate_tokens, make_llm, random_prompts, simulated_engines
 from support.shared_models import VOCAB, eagle3, llama
 
@@ -14,6 +15,7 @@ def prompts_of(count, seed=0):
     return [part * 4 for part in parts]
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_the_drafts(checkpoints):
     """With a step in flight and without, of prompts that nothing is known of at first."""
     folder = llama(checkpoints).folder

@@ -73,6 +73,7 @@ def results_of(llm, thread):
     return found
 
 
+@pytest.mark.slow
 def test_every_thread_gets_what_it_would_get_alone(llm, hurry):
     alone = [results_of(llm, thread) for thread in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:

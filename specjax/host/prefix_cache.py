@@ -28,8 +28,7 @@ class PageKey(NamedTuple):
 class Prefix(NamedTuple):
     """A cached prefix of a sequence.
 
-    The sequence is already an owner of `pages`. `snapshot` is the id of the snapshot at the
-    prefix's end, or None if there is none.
+    `snapshot` is the id of the snapshot at the prefix's end, or None if there is none.
     """
 
     pages: list[int]
@@ -70,6 +69,12 @@ class PrefixCache:
 
     def take(self, keys: SequenceOf[PageKey]) -> Prefix:
         """Return the longest cached prefix of `keys`, and add one owner to each of its pages."""
+        prefix = self.find(keys)
+        self._pages.share(prefix.pages)
+        return prefix
+
+    def find(self, keys: SequenceOf[PageKey]) -> Prefix:
+        """Return the longest cached prefix of `keys`, without becoming an owner of its pages."""
         pages = []
         for key in keys:
             page = self._pages.find(key)
@@ -80,7 +85,6 @@ class PrefixCache:
         if self._windows or self.snapshots is not None:
             length, snapshot = self._longest(keys[: len(pages)])
             del pages[length:]
-        self._pages.share(pages)
         return Prefix(pages, snapshot)
 
     def _longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:

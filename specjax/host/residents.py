@@ -56,6 +56,8 @@ class Residents:
         )
         snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
         self.prefixes = PrefixCache(self.pages, snapshots, self.windows)
+        # Which sequence is about to compute a page from which another sequence can go on.
+        self._pending: dict[PageKey, Sequence] = {}
         self.running: list[Sequence] = []
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -73,13 +75,37 @@ class Residents:
         if snapshots is not None and self.prefixes.snapshots is not None:
             self.prefixes.snapshots.num_evictions = snapshots.num_evictions
 
+    def extend_keys(self, sequence: Sequence) -> None:
+        """Compute the keys of a sequence's full pages, as far as they are not known yet."""
+        salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
+        extend_keys(sequence.keys, sequence.token_ids, self._page_size, salt)
+
+    def num_to_run(self, sequence: Sequence) -> int:
+        """Return how many tokens a waiting sequence would have to run if it were admitted now.
+
+        Return 0 if the sequence should wait, because a resident sequence ahead of it is about to
+        compute at least half of these tokens. If the keys are not known yet, nothing counts as
+        cached.
+        """
+        page_size, keys = self._page_size, self._known_keys(sequence)
+        keys = keys[: sequence.max_found // page_size]
+        length = num_found = len(self.prefixes.find(keys).pages)
+        num_left = _num_to_prefill(sequence) - num_found * page_size
+        if self._pending:
+            for i in range(num_found, len(keys)):
+                leader = self._pending.get(keys[i])
+                if leader is not None and leader < sequence:
+                    length = i + 1
+        return 0 if 2 * (length - num_found) * page_size >= num_left else num_left
+
     def admit(
         self, sequence: Sequence, chunk_width: int, first_chunk: int
     ) -> tuple[Residency, int | None] | None:
         """Give a sequence a free slot, and pages for its tokens.
 
         Return the sequence's residency and the id of the snapshot to restore (None if there is
-        none). If too few pages are free, return None instead of this pair.
+        none). If too few pages are free, return None instead of this pair. The sequence must have
+        its keys, see `extend_keys`.
 
         Args:
             chunk_width: with the option `exact`, chunks end after multiples of this number of
@@ -88,11 +114,7 @@ class Residents:
                 tokens must be free. They are not allocated here, but later by `grow`.
         """
         page_size, exact = self._config.page_size, self._config.exact
-        tokens = sequence.token_ids
-        num_to_prefill = len(tokens) - (sequence.num_output > 0)
-        salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
-        extend_keys(sequence.keys, tokens, page_size, salt)
-        keys = sequence.keys[: (num_to_prefill - 1) // page_size]  # at least one token must be run
+        num_to_prefill, keys = _num_to_prefill(sequence), self._known_keys(sequence)
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
         max_tokens = sequence.request.max_length - 1 if exact else num_to_prefill
         needed = -(-max_tokens // page_size) - len(prefix.pages)
@@ -115,6 +137,7 @@ class Residents:
             slot=slot,
             num_to_prefill=num_to_prefill,
             num_computed=num_found * page_size,
+            num_published_pages=num_found,
             pages=pages,
             token_capacity=(num_found if self.windows else len(pages)) * page_size,
             snapshot_points=self._snapshot_points(branch_points, num_found, chunk_width),
@@ -125,6 +148,8 @@ class Residents:
         for window in self.windows:
             window.admit(slot, keys[:num_found])
         insort(self.running, sequence)
+        for key in self._pending_keys(sequence, residency):
+            self._pending.setdefault(key, sequence)
         return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -172,8 +197,10 @@ class Residents:
     def vacate(self, sequence: Sequence) -> None:
         """Free a sequence's slot and pages."""
         self.running.remove(sequence)
-        residency, sequence.residency = sequence.residency, None
+        residency = sequence.residency
         assert residency is not None
+        self._forget_pending(sequence, residency)
+        sequence.residency = None
         self._page_table[residency.slot] = -1
         self.free_slots.append(residency.slot)
         self.pages.release(residency.pages)
@@ -223,10 +250,32 @@ class Residents:
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
         """Make sure that the first `num_pages` pages of a sequence are in the prefix cache."""
         keys, start = sequence.keys, residency.num_published_pages
+        self._forget_pending(sequence, residency, num_pages)
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
             window.name(residency.slot, keys, start, num_pages)
         residency.num_published_pages = min(num_pages, len(keys))
+
+    def _known_keys(self, sequence: Sequence) -> list[PageKey]:
+        """Return the keys of the pages that need not be run. At least one token must be run."""
+        return sequence.keys[: (_num_to_prefill(sequence) - 1) // self._page_size]
+
+    def _pending_keys(self, sequence: Sequence, residency: Residency) -> list[PageKey]:
+        """Return the keys of the pages after which other sequences can go on, once they are run."""
+        keys, num_found = self._known_keys(sequence), residency.num_published_pages
+        if self._num_snapshots is not None:
+            return [keys[n - 1] for n in residency.snapshot_points]
+        if self.windows:
+            return [keys[n - 1] for n in residency.branch_points if n > num_found]
+        return keys[num_found:]
+
+    def _forget_pending(
+        self, sequence: Sequence, residency: Residency, end: int | None = None
+    ) -> None:
+        """Let no other sequence wait for this sequence's pages up to `end`, or for any of them."""
+        for key in sequence.keys[residency.num_published_pages : end]:
+            if self._pending.get(key) is sequence:
+                del self._pending[key]
 
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
@@ -256,3 +305,8 @@ class Residents:
         if self._config.exact:  # only points where chunks end anyway
             points = [n for n in points if (n - num_found) * self._page_size % chunk_width == 0]
         return points
+
+
+def _num_to_prefill(sequence: Sequence) -> int:
+    """Return the number of tokens that a sequence runs before it decodes."""
+    return len(sequence.token_ids) - (sequence.num_output > 0)

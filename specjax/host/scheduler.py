@@ -36,11 +36,12 @@ class Scheduler:
     Sequences with the lowest priority value go first, then sequences that ran least recently, then
     sequences that arrived first. So all take turns if a budget is too small. A chunk gets as many
     tokens as the budget still allows. A sequence's round runs with all its drafts or not at all, so
-    that its drafts do not depend on other requests. A waiting sequence is never admitted before
-    another sequence that is ahead of it.
+    that its drafts do not depend on other requests.
 
-    The first sample of a request prefills the prompt. Then the request's other samples start, and
-    find the prompt's pages in the prefix cache.
+    Waiting sequences are admitted in order, with one exception: if a sequence ahead of them is
+    prefilling most of the same prompt, they wait, and later find its pages in the prefix cache.
+    Meanwhile, other sequences are admitted. So the samples of a request, and requests with the same
+    prompt, prefill the prompt once.
     """
 
     def __init__(
@@ -134,8 +135,7 @@ class Scheduler:
         """Move a held request to the queue."""
         del self.held[request.request_id]
         self.demands[request.demands] += 1
-        samples = self._live[request.request_id]
-        for sequence in samples[:1] if _starts_others(samples[0]) else samples:
+        for sequence in self._live[request.request_id]:
             heapq.heappush(self._waiting, sequence)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
@@ -229,7 +229,8 @@ class Scheduler:
                 part = others if sequence in resting else drafting
                 self._plan_round(step.budget, part, sequence, residency)
         self._admit(step)
-        self._publish(step.chunks)
+        for chunk in step.chunks:
+            self.residents.publish(chunk)
         prefill = decode = rest = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
@@ -289,14 +290,20 @@ class Scheduler:
         return failed
 
     def _joining(self) -> list[int]:
-        """Return the token count of each waiting sequence that fits in the free slots and pages."""
+        """Return the number of tokens to prefill of each waiting sequence that could be admitted.
+
+        Sequences are left out if they do not fit in the free slots, pages and chunks, or if they
+        wait for another sequence's pages.
+        """
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
-            num_free -= -(-len(sequence.token_ids) // self.config.page_size)
-            if num_free < 0:
+            num_left = self.residents.num_to_run(sequence)
+            num_free -= -(-num_left // self.config.page_size)
+            if num_free < 0 or len(joining) == self.all_shapes.most_chunks:
                 break
-            joining.append(len(sequence.token_ids))
+            if num_left:
+                joining.append(num_left)
         return joining
 
     def _plan_round(
@@ -354,35 +361,33 @@ class Scheduler:
             sequence.num_in_flight += 1
             sequence.max_tokens_in_flight += 1
 
-    def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache the chunks' pages. Queue a request's other samples when the first is prefilled."""
-        for chunk in chunks:
-            self.residents.publish(chunk)
-            sequence = chunk.sequence
-            if chunk.is_last and _starts_others(sequence):
-                sequence.has_started_siblings = True
-                for other in self._live[sequence.request.request_id]:
-                    if other is not sequence:
-                        heapq.heappush(self._waiting, other)
-
     def _admit(self, step: OpenStep) -> None:
-        """Admit waiting sequences while their first chunk fits in the step."""
-        width = self.shapes.widths[0]
-        while self.residents.free_slots and (sequence := self._head()):
-            min_tokens = width if self.config.exact else 1
+        """Admit waiting sequences while their first chunk fits in the step.
+
+        A sequence that waits for another one's pages keeps its place, and a slot stays free for it.
+        """
+        width, following = self.shapes.widths[0], []
+        min_tokens = width if self.config.exact else 1
+        while len(self.residents.free_slots) > len(following) and (sequence := self._head()):
             if sequence.num_in_flight or step.budget.fitting(min_tokens) < min_tokens:
-                return
+                break
             if len(step.chunks) == step.max_chunks:
-                return
+                break
+            self.residents.extend_keys(sequence)
+            if not self.residents.num_to_run(sequence):
+                following.append(heapq.heappop(self._waiting))
+                continue
             first_chunk = step.budget.fitting(step.width)
             admitted = self.residents.admit(sequence, width, first_chunk)
             if admitted is None:
-                return
+                break
             residency, snapshot = admitted
             heapq.heappop(self._waiting)
             self.num_looked_up += residency.num_to_prefill
             self.num_found += residency.num_computed
             self._plan_chunk(step, sequence, residency, snapshot)
+        for sequence in following:
+            heapq.heappush(self._waiting, sequence)
 
     def _head(self) -> Sequence | None:
         """Return the first waiting sequence, or None."""
@@ -420,21 +425,12 @@ class Scheduler:
         self.num_unfinished -= 1
         if not samples:
             self._forget(sequence.request)
-        elif _starts_others(sequence):  # start the siblings now
-            sequence.has_started_siblings = True
-            for other in samples:
-                heapq.heappush(self._waiting, other)
 
     def _forget(self, request: Request) -> None:
         """Remove a request that has no unfinished samples."""
         del self._live[request.request_id]
         if self.held.pop(request.request_id, None) is None:
             self.demands -= Counter((request.demands,))
-
-
-def _starts_others(sequence: Sequence) -> bool:
-    """Return whether the request's other samples still wait for this sample to be prefilled."""
-    return sequence.index == 0 and not sequence.has_started_siblings
 
 
 _last_step = attrgetter("residency.last_step")  # of a resident sequence

@@ -43,7 +43,6 @@ class Sequence:
     scheduled_ts: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
-    has_started_siblings: bool = False  # whether the request's other samples have been queued
     num_in_flight: int = 0  # rounds, and chunks that sample, in flight; each gives a token or more
     max_tokens_in_flight: int = 0  # the maximum number of tokens that they can give together
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -63,6 +63,11 @@ class Shapes:
         """Return the shape of width `best_width` for the next step's chunks."""
         return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
 
+    @cached_property
+    def most_chunks(self) -> int:
+        """The largest number of chunks in a step."""
+        return max(batch for batch, _ in self.prefill)
+
     def max_chunks(self, width: int) -> int:
         """Return the largest batch among the chunk shapes of this width."""
         return self._batches[width][-1]

@@ -31,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("small_test")
 K = 3
 
 
+@pytest.mark.slow
 def test_a_draft_model_that_is_the_target_is_always_right():
     """On a greedy text, all drafts are accepted. On a random text, only the first drafts are."""
     target = demo_llama(64, 2, 64)

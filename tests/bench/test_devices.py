@@ -36,6 +36,7 @@ def run(*argv):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_replicas_are_compared_as_one_engine_is(options, tmp_path):
     """Steps and acceptance are counted per replica, and tokens per second over both replicas."""
     sizes = ["--k", "2,0", "--num-prompts", "4", "--batch-size", "1"]
@@ -85,6 +86,7 @@ def test_a_profile_is_of_each_replica(options, tmp_path, checkpoints, files, fol
     LLM(folder, speculative_config=speculation, tensor_parallel_size=2, **sizes).close()
 
 
+@pytest.mark.slow
 def test_a_sweep_of_replicas(options, tmp_path):
     sizes = ["--k", "0,2", "--batch-size", "1", "--rounds", "1", "--data-parallel-size", "2"]
     file, plot = tmp_path / "sweep.json", tmp_path / "sweep.png"

@@ -52,6 +52,7 @@ def bench(folder, tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_throughput_and_what_speculation_did(bench, tmp_path, monkeypatch):
     monkeypatch.setattr(warm_up, "ALLOWED", 0.0)
     options = ["--num-prompts", 4, "--rounds", 2, "--verify-lossless", "--max-num-seqs", 2]

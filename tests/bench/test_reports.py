@@ -143,6 +143,7 @@ def test_marks_of_charts_are_at_their_numbers(draw):
         assert 2 <= len(found) <= 7 and low - 1e-9 <= found[0] < found[-1] <= high + 1e-9
 
 
+@pytest.mark.slow
 def test_markdown_has_whole_rows_and_a_picture_has_charts(draw):
     result = served()
     text = draw(result, "a.md").read_text()
@@ -183,6 +184,7 @@ def test_rounds_without_a_change_are_beyond_noise_in_one_case_of_20(spread):
     assert of_rounds([1.0], [1.0, 2.0]) is None and of_rounds([0.0, 1.0], [1.0, 2.0]) is None
 
 
+@pytest.mark.slow
 def test_a_bootstrap_of_requests_covers_the_true_ratio():
     def interval(statistic, factor):
         before, after = RANDOM.exponential(size=(2, 150, 1))

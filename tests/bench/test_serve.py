@@ -56,6 +56,7 @@ def asked(folder):
     return ["--tokenizer", folder, "--num-prompts", 4, "--output-len", 10, "--num-warmups", 1]
 
 
+@pytest.mark.slow
 def test_times_are_those_of_the_server(asked):
     """The measured times equal the server's pauses, plus the delays of a busy machine."""
     with timed_server(seconds=SECONDS, tokens=TOKENS) as server:

@@ -33,6 +33,7 @@ def simulate(capsys, profile, policy, *options):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["adaptive", "table", "profile", "static:2"])
 def test_report(capsys, profile, policy):
     least = ["--requests", "4", "--seeds", "1"]
@@ -72,6 +73,7 @@ def test_who_knows_more_regrets_less(capsys, profile):
     assert simulate(capsys, profile, "profile", "--seeds", "1")["regret_mean"] < 0.1
 
 
+@pytest.mark.slow
 def test_requests_may_differ_in_their_drafts(capsys, profile):
     """Only some requests draft in a split round. Contexts cost no time in this profile."""
     options = ["--requests", "32", "--seeds", "1"]
@@ -90,6 +92,7 @@ def test_requests_may_differ_in_their_drafts(capsys, profile):
         assert main([*COMMAND, "--profile", profile, "--policy", "adaptive", *bad]) == 2
 
 
+@pytest.mark.slow
 def test_a_shift_is_for_those_who_learn(capsys, profile, tmp_path):
     """After a shift of acceptance, policies that learn rates have less regret than a profile."""
     online = tmp_path / "online.json"

@@ -66,6 +66,7 @@ def result(options, tmp_path_factory):
     return printed.getvalue(), json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_figures_are_consistent(result):
     _, report = result
     rounds = 2 * NUM_PROMPTS

@@ -94,6 +94,7 @@ def sweep(options, profile, tmp_path_factory):
     return json.loads(file.read_text()), printed, plot
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_every_policy_at_every_size(sweep):
     report, printed, plot = sweep
     assert set(report["batches"]) == {"1", "2"} and report["num_compiles_while_measuring"] == 0
@@ -114,6 +115,7 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_both_speak_and_measure_without_matplotlib(options, monkeypatch, tmp_path, caplog, capsys):
     """Log lines name the current work. A plot is refused at once, but only if it is requested."""
     caplog.set_level("INFO", "specjax")

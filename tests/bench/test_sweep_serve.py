@@ -11,6 +11,8 @@ from support.timed_server import timed_server
 
 from specjax.cli import main
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("aiohttp")
 SECONDS, TOKENS = [0.03, 0.03], [2, 3]
 

@@ -123,6 +123,7 @@ def is_running(pid):
     return True
 
 
+@pytest.mark.slow
 def test_what_lines_say(results, tmp_path):
     """Lines have their provenance, the fraction of the copy bandwidth, and the skipped cases."""
     given = ("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0})
@@ -187,6 +188,7 @@ def report(monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_the_report_is_of_what_was_recorded(report, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "FOLDER", tmp_path)
     (tmp_path / "plots").mkdir()
@@ -264,6 +266,7 @@ def test_the_readme_shows_what_was_recorded():
         assert [cell.strip() for cell in cells.split("|")[:-1]] == shown
 
 
+@pytest.mark.slow
 def test_the_profiler_is_given_what_it_does_not_jit(runner, monkeypatch):
     from jax.experimental.mosaic.gpu import profiler
     from jax.stages import Wrapped

@@ -61,6 +61,7 @@ def written(request):
     return request.param, {name: as_array(x) for name, x in stored.items()}, meant.numpy()
 
 
+@pytest.mark.slow
 def test_what_is_whole_is_read(written):
     form, arrays, meant = written
     np.testing.assert_allclose(read(form, arrays), meant, rtol=0.01)  # some tools round to bfloat16
@@ -93,6 +94,7 @@ def test_tensors_that_are_missing(written):
             refusal(lambda x=left: read(form, x), f"m.{name}")
 
 
+@pytest.mark.slow
 def test_tensors_of_wrong_shapes(written):
     """The shapes have another size along one axis, or another number of axes.
 

@@ -42,6 +42,7 @@ def unpacked(blocks, scales, dtype):
     return convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_in", [64, 96])
 def test_every_number_is_what_transformers_makes_of_it(num_in):
     """One matrix is dequantised while loading, and another one stays packed."""
@@ -100,6 +101,7 @@ def packings(checkpoints, rewrite_tensors):
     return made
 
 
+@pytest.mark.slow
 def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
     """Saved weights are dequantised. The loaded size in bytes is known before loading."""
     (model, params), (_, plain) = (load_model(one, FLOAT32) for one in packings)
@@ -112,6 +114,7 @@ def test_experts_stay_packed_and_mean_what_they_stand_for(packings, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, plain)
 
 
+@pytest.mark.slow
 def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
     """An update with weights that MXFP4 can represent is exact.
 
@@ -123,6 +126,7 @@ def test_an_update_by_numbers_that_have_a_code_keeps_them(packings):
     jax.tree.map(np.testing.assert_array_equal, dequantise(made, FLOAT32), plain)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_model_that_they_stand_for(packings):
     tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
     hf = AutoModelForCausalLM.from_pretrained(packings[1], dtype=torch.float32)
@@ -130,6 +134,7 @@ def test_logits_are_those_of_the_model_that_they_stand_for(packings):
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_parts_of_several_devices_stay_packed(packings):
     """Each of two devices has half of the experts' inner columns."""
     lines, loaded, placement = [], [], Placement.on(*jax.devices()[:2])

@@ -99,6 +99,7 @@ def folders_of(checkpoints, rewrite_tensors):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form, dtype",
     [
@@ -130,6 +131,7 @@ def test_they_stay_in_float8_and_mean_what_they_stand_for(folders_of, kind, form
         assert weight_bytes(open_model(folders[0]).specs, dtype) == bytes_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form",
     [
@@ -171,6 +173,7 @@ def test_latents_stay_in_float8(folders_of):
     assert made[0] == made[1] and all(len(tokens) == 20 for tokens in made[0])
 
 
+@pytest.mark.slow
 def test_some_tensors_of_a_matrix_are_not_in_float8(checkpoints, folders_of, rewrite_tensors):
     """Parts of a merged matrix that are stored plain stay plain. Saved weights are always plain."""
     narrow, plain = folders_of("llama", "block")

@@ -53,6 +53,7 @@ def kinds_of(params):
     return {type(x) for x in [*leaves, *parts]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form, dtype, expected",
     [
@@ -95,6 +96,7 @@ def test_they_stay_packed_and_mean_what_their_tool_says(folders_of, kind, form, 
         assert weight_bytes(source.specs, dtype) == bytes_
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form",
     [

@@ -52,6 +52,7 @@ def folders(request, checkpoints, rewrite_tensors):
     return narrow, plain
 
 
+@pytest.mark.slow
 def test_they_stay_packed(folders, tmp_path):
     """Rows equal the tool's bit for bit, also on several devices and after an update."""
     (model, params), (_, expected) = (load_model(one, FLOAT32) for one in folders)
@@ -77,6 +78,7 @@ def test_they_stay_packed(folders, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, saved, expected)
 
 
+@pytest.mark.slow
 def test_logits_are_those_of_the_model_that_they_stand_for(folders):
     tokens = np.random.default_rng(0).integers(0, 96, (2, 24))
     hf = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)

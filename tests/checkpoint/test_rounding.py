@@ -71,6 +71,7 @@ def test_numbers_and_scales_are_those_of_the_tool(bits):
     assert files.matrices["w"].error == pytest.approx(error, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, bits, expected",
     [
@@ -115,6 +116,7 @@ def test_the_same_tokens_with_and_without_drafts(checkpoints):
     assert made[0] == made[1]
 
 
+@pytest.mark.slow
 def test_the_plain_model_is_never_in_memory_as_a_whole(monkeypatch):
     """At most the tensors of the 4 arrays that are being read are in memory."""
     alive, most, read = weakref.WeakValueDictionary(), [0], StoredTensor.read
@@ -147,6 +149,7 @@ def test_what_cannot_be_quantised_is_refused(checkpoints, rewrite_tensors):
     refusal(lambda: load_weights(bad, value, FLOAT32, quantization="int8"), name, "NaN or inf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", TOOLS)
 def test_a_written_folder(checkpoints, tmp_path, capsys, bits):
     """transformers computes our logits from it, and engines the tokens of `quantization`."""

@@ -38,6 +38,7 @@ def random_params(dtype):
     return jax.tree.map(lambda spec: jnp.asarray(rng.normal(size=spec.shape).astype(dtype)), SPECS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_reload_is_bit_identical(tmp_path, dtype):
     params, dtype, folder = random_params(dtype), np.dtype(dtype), tmp_path / "new" / "folder"

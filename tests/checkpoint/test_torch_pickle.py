@@ -150,6 +150,7 @@ def test_what_is_not_an_archive_of_torch_is_refused(path):
         refusal(lambda: locate(path), word)
 
 
+@pytest.mark.slow
 def test_random_damage_raises_only_checkpoint_errors(path):
     buffer = io.BytesIO()
     torch.save({"a": torch.arange(8.0), "b": torch.ones(2, 2).t()}, buffer)

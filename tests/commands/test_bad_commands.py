@@ -285,6 +285,7 @@ def test_bad_commands(refused, command, words):
     refused(command, *words)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, words", BENCH, ids=label)
 def test_bad_options_of_what_measures(refused, monkeypatch, command, words):
     """Benchmarks refuse these options before anything is loaded."""
@@ -312,6 +313,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, row, words", ROWS, ids=label)
 def test_bad_rows(refused, tmp_path, name, row, words):
     """Bad rows in files of prompts and of training data."""
@@ -327,6 +329,7 @@ def test_bad_rows(refused, tmp_path, name, row, words):
     refused(f"{command} {file}", *words)
 
 
+@pytest.mark.slow
 def test_files_that_are_of_another_kind(refused, checkpoints, monkeypatch, tmp_path):
     config = tmp_path / "config.json"
     for place in config, f"--model {config}", tmp_path:
@@ -388,6 +391,7 @@ TRAIN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options, words", TRAIN, ids=label)
 def test_bad_options_of_training(refused, data, tmp_path, options, words):
     kind, _, rest = options.partition(" ")

@@ -34,6 +34,7 @@ def fail(capsys, *argv):
     return captured.err
 
 
+@pytest.mark.slow
 def test_help_is_instant_and_without_jax():
     """One process prints the help of all commands."""
     code = """
@@ -216,6 +217,7 @@ def test_profile_show(capsys, profile):
     assert "measured on: model ab12, sizes [1, 2]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_profiles_are_shown_and_simulated_without_jax(profile):
     code = (
         "import sys\nfrom specjax.cli import main\n"

@@ -126,6 +126,7 @@ def run_json(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.nightly] * (n in LARGE)) for n in ALL]
 )
@@ -144,6 +145,7 @@ def test_parameters_are_those_of_transformers(reports, sums, name):
         assert report["drafter"]["loaded_bytes"]["bfloat16"] == 2 * sums[name].mtp()
 
 
+@pytest.mark.slow
 def test_keys_and_values_per_token(reports, sums):
     kv = {name: report["cache"]["kv_bytes_per_token"] for name, report in reports.items()}
     latents = (512 + 64) * 2
@@ -207,6 +209,7 @@ def test_the_largest_batch_is_the_last_that_fits(reports, sums, name, gpu):
             assert found[key][f"{length} tokens"] == max(0, room // each)
 
 
+@pytest.mark.slow
 def test_what_each_of_several_devices_would_hold(capsys, sums):
     """DeepSeek-V3 has 671 billion parameters, too many in bf16 for eight H200s.
 
@@ -238,6 +241,7 @@ def test_weights_of_each_device(capsys, sums):
     assert found["largest_batch"]["4096 tokens"] == room // (4096 * 32 * 2 * 2 * 128 * 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", "Qwen3-Next-80B-A3B"])
 def test_the_first_three_lines_answer(capsys, monkeypatch, name):
     """Whether the model fits, how many requests, and which context: the report's figures."""
@@ -339,6 +343,7 @@ def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):
     assert device["reason"] == "no room" and device["max_full_length_requests"] == 0
 
 
+@pytest.mark.slow
 def test_the_published_table_is_what_the_code_says(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("memory_table", BENCHMARKS / "memory_table.py")

@@ -36,6 +36,7 @@ def test_missing_tools_are_named(capsys, monkeypatch):
     assert "nvidia-cuda-nvcc" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_head_of_the_models_own_shape(capsys):
     assert main(["info", LLAMA, "--method", "eagle", "--json"]) == 0
     drafter = json.loads(capsys.readouterr().out)["drafter"]

@@ -11,6 +11,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("compressed_tensors")
 from support.quantised import FORMS  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 QUANTISED = re.compile(r"layers.*(q|v|o|gate|up|down)_proj\.weight$")
 PLAIN = re.compile(r"k_proj\.weight$")

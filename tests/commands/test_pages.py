@@ -26,6 +26,7 @@ def commands_of(page):
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_on_pages_are_parsed(command):
     build_parser().parse_args(command)

@@ -77,6 +77,7 @@ def packed_bits(is_set):
     return words.view(np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size, k, seed", [(7, 2, 0), (33, 3, 1), (96, 0, 2)])
 def test_random_requests_beside_each_other(asked, vocab_size, k, seed):
     rng, batch = np.random.default_rng(seed), 120

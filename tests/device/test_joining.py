@@ -19,6 +19,8 @@ from specjax.device.placement import Placement
 pytest.importorskip("compressed_tensors")
 from support.quantised import folders  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 BF16 = np.dtype("bfloat16")
 
 

@@ -4,10 +4,13 @@ from functools import partial
 
 import jax
 import numpy as np
+import pytest
 
 from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.device.weights.experts import ExpertMatrices
 from specjax.device.weights.matrix import Dense
+
+pytestmark = pytest.mark.slow
 
 ROWS, DIM, INNER, NUM_EXPERTS, NUM_CHOSEN = 13, 24, 10, 8, 3
 FLOAT32 = np.dtype(np.float32)

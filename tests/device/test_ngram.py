@@ -71,6 +71,7 @@ def random_histories(rng, alphabet, count, length=LENGTH):
     return histories
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", BOUNDS)
 @pytest.mark.parametrize("k, length", [(0, LENGTH), (3, LENGTH), (8, LENGTH), (2, 3)])
 def test_random_histories(bounds, k, length):

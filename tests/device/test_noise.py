@@ -30,6 +30,7 @@ def draw_of(noise, stream, seeds, counters):
     return np.asarray(noise(inputs[0], stream, tuple(inputs[1:]), WIDTH))[: len(seeds)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise, stream, num_counters", [(gumbel, Stream.DRAFT, 2), (uniform, Stream.ACCEPT, 1)]
 )
@@ -48,6 +49,7 @@ def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, stream, num_co
         np.testing.assert_array_equal(other[:, :shared], together[:, :shared])
 
 
+@pytest.mark.slow
 def test_no_key_is_used_twice():
     """Draws differ if the seed, stream, position, step of a round or token differs."""
     keys = np.array(list(itertools.product([0, 1, 2, 2**32 - 1], range(6), range(4))))

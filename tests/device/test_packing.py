@@ -61,6 +61,7 @@ def test_rows_that_nobody_fills_are_padding():
     assert packing.rows(2)[1].first.tolist() == [-1, -1], "each array is a new one"
 
 
+@pytest.mark.slow
 def test_what_is_not_as_declared_is_refused_before_anything_runs():
     """In tests, all functions of a step check their arguments; see `check_boundary`."""
     state = init_state(4, 16, 40, (), (), None)

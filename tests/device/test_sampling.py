@@ -49,6 +49,7 @@ def history_of(requests, drafts, length=18):
     return History(np.array(rows, np.int32), np.array(lengths, np.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (200, 0, 3)])
 def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
     """Logits after edits, min_p, top_k and top_p. The logits that are kept are not scaled."""
@@ -90,6 +91,7 @@ def test_requests_are_put_at_their_slots(asked):
     assert jax.jit(Requests.at)(put, np.array([2, 0])).sampling.seeds.tolist() == [0, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
 def test_a_tiny_temperature_is_greedy(temperature):
     """The division by the temperature may overflow. The batch may also have warmer requests."""
@@ -199,6 +201,7 @@ class Ban:
         return logits.at[self.token].set(-np.inf)
 
 
+@pytest.mark.slow
 def test_each_program_traces_logits_processors_anew():
     """Their attributes may have changed since an earlier program was traced."""
     ban, row, requests = Ban(), jnp.arange(1), init_requests(1, 5)

@@ -72,6 +72,7 @@ def extend():
     return extend
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [8, 16, 32])
 def test_going_on_from_a_snapshot(empty, extend, shared):
     tokens = np.random.default_rng(shared).integers(0, 64, LENGTH).tolist()

@@ -36,6 +36,8 @@ from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
 from specjax.train.target import demo_llama, demo_qwen3_5
 
+pytestmark = pytest.mark.slow
+
 FLOAT32 = np.dtype(np.float32)
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)

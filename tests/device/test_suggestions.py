@@ -12,6 +12,8 @@ from specjax.device.suggestions import Suggestions, replace_drafts
 from specjax.device.verification import Block, Draft, Rejection, SeedExact, Target
 from specjax.device.vocabulary import WHOLE
 
+pytestmark = pytest.mark.slow
+
 BATCH, LENGTH, WIDTH, VOCAB = 300, 16, 7, 3
 
 

@@ -119,6 +119,7 @@ class TestEveryMethod:
             # Also what was emitted last is the target's to emit.
             assert all(target.logits[b, t, token] > -np.inf for t, token in enumerate(tokens))
 
+    @pytest.mark.slow
     def test_masked_drafts_are_as_if_they_were_not_there(self, method, certain):
         """With num_drafts of K drafts, the result is as if there were only num_drafts drafts."""
         num_drafts = np.resize(range(K + 1), ROWS)
@@ -193,6 +194,7 @@ class TestDrawnMethods:
         assert emitted(verdict) == emitted(alone)
         assert verdict.num_accepted.max() == 1
 
+    @pytest.mark.slow
     def test_a_coin_of_zero_accepts_nothing_impossible(self, monkeypatch, method):
         """Coins are uniform in [0, 1). A coin of 0 accepts every draft of a probability above 0."""
         monkeypatch.setattr(verification, "_coins", lambda target, k: jnp.zeros((ROWS, k)))
@@ -208,6 +210,7 @@ def test_the_coins_of_a_round_have_a_stream_of_their_own():
     np.testing.assert_array_equal(coins_of(target, K), drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, rates",
     [
@@ -241,6 +244,7 @@ def test_synthetic_rates(options, rates):
         assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / stands.size)
 
 
+@pytest.mark.slow
 def test_synthetic_never_accepts_what_the_target_cannot_produce():
     """Later drafts and the next token are also legal, and other requests are not affected.
 

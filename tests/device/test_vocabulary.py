@@ -77,6 +77,7 @@ def step(request, asked):
     return replace(device, sampling=sampling), history, drafts, logits, rng
 
 
+@pytest.mark.slow
 def test_edits_and_truncation(step):
     requests, history, _, logits, rng = step
     masks = rng.integers(-(2**31), 2**31, (*logits.shape[:2], -(-logits.shape[-1] // 32)))
@@ -93,6 +94,7 @@ def test_edits_and_truncation(step):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 def test_drawn_tokens(step, kernels):
     requests, history, _, logits, _ = step
@@ -106,6 +108,7 @@ def test_drawn_tokens(step, kernels):
     np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "step, method",
     [(100, SeedExact()), (130, Rejection()), (100, Block()), (130, Synthetic((0.7, 0.4)))],
@@ -136,6 +139,7 @@ def test_verdicts(step, method):
         np.testing.assert_array_equal(other, one)
 
 
+@pytest.mark.slow
 def test_drafts_of_a_reduced_vocabulary(step):
     """A drafter's logits are whole on each device.
 

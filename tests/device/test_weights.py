@@ -26,6 +26,7 @@ def dense(num_in=24, parts=PARTS, dtype="float32"):
     return Dense(jnp.asarray(values, dtype), parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform, kind", [("cpu", Blocks), ("gpu", Dense)])
 @pytest.mark.parametrize("num_rows", [0, 1, FEW_ROWS, FEW_ROWS + 1])
 def test_products_are_those_of_the_matrix(platform, kind, num_rows):
@@ -43,6 +44,7 @@ def test_products_are_those_of_the_matrix(platform, kind, num_rows):
     np.testing.assert_allclose(parts["k"], expected[:, 96:160], atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 def test_products_with_scaled_numbers(kernels):
     values = np.random.default_rng(0).normal(size=(192, 24)).astype("float8_e4m3fn")
@@ -57,6 +59,7 @@ def test_products_with_scaled_numbers(kernels):
     np.testing.assert_allclose(np.asarray(made, float), expected[0, :, 96:], atol=0.2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["reference", "interpret"])
 def test_products_with_packed_numbers(kernels):
     """Groups have 32 inputs, in another order than the inputs of the product."""
@@ -134,6 +137,7 @@ def test_arrays_on_the_host_and_of_several_devices_stay_as_they_are():
     assert len(mesh.devices) == 1 or both.on("cpu") is both
 
 
+@pytest.mark.slow
 def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
     tree = {"norm": jnp.ones(3), "up": dense(), "head": Table(jnp.ones((4, 3)))}
     made = weights_on("cpu", tree)

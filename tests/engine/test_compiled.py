@@ -26,7 +26,7 @@ from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.every_jax
+pytestmark = [pytest.mark.every_jax, pytest.mark.slow]
 
 PLAIN = Variant()
 EVERY = Variant(num_logprobs=20)  # what every engine compiles

@@ -249,6 +249,7 @@ run(None)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, times",
     [([], 1), ([], 2), (["generate", "x"], 1), (["generate", "x"], 2), (["bench"], 2)],

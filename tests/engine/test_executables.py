@@ -103,6 +103,7 @@ def serve(folder, **options):
     return [sample.output for sample in samples]
 
 
+@pytest.mark.slow
 def test_a_later_process_compiles_nothing(tmp_path, compilations, caplog):
     folder, expected = tmp_path / "programs", serve(tmp_path / "programs")
     names = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}

@@ -64,6 +64,7 @@ def calls_per_step(num_requests, policy, **shapes):
     return num_calls / NUM_STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "k", "own", "per_request"),
     [(StaticPolicy, 0, 87, 4.6), (StaticPolicy, 3, 88, 5.3), (adaptive, 3, 243, 4.1)],

@@ -20,6 +20,8 @@ from specjax.host.speculation.rounds import SplitShape
 from specjax.inspect import step
 from specjax.inspect.report import OWN_SHAPE
 
+pytestmark = pytest.mark.slow
+
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 K, PLAIN = 2, Variant()
 ROUND = Decode(4, K, PLAIN)

@@ -10,6 +10,8 @@ from support.shared_models import VOCAB, eagle3, llama
 
 from specjax import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 PARAMS = SamplingParams(temperature=1.0, max_tokens=100, ignore_eos=True)
 
 

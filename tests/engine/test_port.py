@@ -18,6 +18,8 @@ from specjax.engine.port import Programs
 from specjax.engine.programs import Begin
 from specjax.host.speculation.policy import StaticPolicy
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(8)
 OFTEN = {  # in all schedules of a kind, at least
     "num_preemptions": 3,

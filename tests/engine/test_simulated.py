@@ -36,6 +36,7 @@ def devices(request, checkpoints) -> tuple[LLM, LLM]:
     return checked, make_llm(folder, "ngram", device="simulated")
 
 
+@pytest.mark.slow
 def test_schedules_end_as_on_the_checked_device(devices):
     reports = [[run_schedule(llm, seed) for llm in devices] for seed in range(12)]
     assert [differences(*pair) for pair in reports] == [[]] * len(reports)

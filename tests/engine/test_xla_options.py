@@ -58,6 +58,7 @@ def test_products_of_float32_are_not_rounded_unless_asked_for(dtype, platform, a
     assert {one.name for one in given} == {found}
 
 
+@pytest.mark.slow
 def test_programs_are_traced_in_that_precision():
     precise, usual = lowered("gpu", "float32"), lowered("cpu", "float32")
     products = precise.count("stablehlo.dot_general ")

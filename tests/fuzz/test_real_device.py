@@ -9,6 +9,8 @@ from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
 from specjax import LLM
 
+pytestmark = pytest.mark.slow
+
 # Together, the seeds of each tuple have every rare event.
 SEEDS = [(3, 4, 6, 10, 13, 15), pytest.param((0, 9, 14, 16, 17, 18), marks=pytest.mark.nightly)]
 

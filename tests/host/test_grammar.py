@@ -176,6 +176,7 @@ LANGUAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LANGUAGES)
 @pytest.mark.parametrize(
     "tokenizer, vocab_size, eos_ids",

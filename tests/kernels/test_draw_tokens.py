@@ -68,6 +68,7 @@ def test_matches_the_equation(shape, num_counters, kernels):
     np.testing.assert_array_equal(np.asarray(tokens)[clear], wanted[clear])
 
 
+@pytest.mark.slow
 @pytest.mark.every_jax
 def test_columns_go_by_their_names(kernels):
     inputs = arguments(16, 50)
@@ -92,6 +93,7 @@ def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
     assert tokens.tolist() == [-1, 70, 9000, -1, 5, 5, *[-1] * 10]
 
 
+@pytest.mark.slow
 def test_rows_of_a_request_follow_each_other(kernels):
     _, temperature, seeds, stream, (places, others) = arguments(*SHAPE)
     num_rows = 3 * SHAPE[0]

@@ -33,6 +33,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_ragged_prompts_match_the_definition(kernels, sizes):
     sizes, width = SIZES[sizes]
@@ -104,6 +105,7 @@ def test_no_other_slot_or_layer_is_read_or_written(kernels):
         assert (others == 7.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, width, most",
     [
@@ -130,6 +132,7 @@ def test_kernels_round_little_more_than_the_reference(sizes, width, most):
         assert ((found - truth) ** 2).mean() < bound**2 * (truth**2).mean()
 
 
+@pytest.mark.slow
 def test_a_wrong_count_of_pending_tokens_shows_and_only_where_it_is_wrong(kernels):
     """Wrong counts: of the step before, of another row, of all rows or drafts, and others.
 
@@ -313,6 +316,7 @@ def gradients(run, s, tokens):
     return (s**2).sum() + (weights[None] * out**2).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["long", "fast", "alike"])
 def test_gradients_of_chunks_equal_those_of_the_recurrence(name):
     s, tokens = TOKENS[name]

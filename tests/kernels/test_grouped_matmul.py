@@ -60,6 +60,7 @@ def product_by_definition(x, weights, group_sizes):
     return np.array(products).reshape(len(x), weights.shape[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, dtype",
     [

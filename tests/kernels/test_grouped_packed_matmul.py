@@ -10,6 +10,8 @@ import pytest
 from pallas_kernels.grouped_packed_matmul import grouped_packed_matmul
 from pallas_kernels.packed_matmul import FourBits
 
+pytestmark = pytest.mark.slow
+
 # Sizes of groups, then depth and columns. The third has a run that is half empty.
 SIZES = {
     "one-row": ((0, 1, 0), (64, 64)),

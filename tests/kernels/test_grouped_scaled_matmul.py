@@ -15,6 +15,8 @@ import pytest
 from pallas_kernels.batched_scaled_matmul import batched_scaled_matmul
 from pallas_kernels.grouped_scaled_matmul import grouped_scaled_matmul
 
+pytestmark = pytest.mark.slow
+
 # Sizes of groups, then depth, columns and block; the last two have edges everywhere.
 CASES = {
     "one-row": ((0, 0, 1), (128, 128), (128, 128)),

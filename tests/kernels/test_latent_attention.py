@@ -20,6 +20,8 @@ from specjax.device.cache.pages import Pages
 from specjax.device.cache.rows import CachedRows
 from specjax.device.weights.latent_up import LatentUp
 
+pytestmark = pytest.mark.slow
+
 RANK, ROTATED, NOPE, VALUE, PAGE_SIZE = 64, 16, 36, 20, 16
 SCALE = 0.21
 # Requests and heads. A page that is not full, one that is, a request without rows, more rows than a

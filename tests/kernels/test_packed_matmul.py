@@ -11,6 +11,8 @@ from pallas_kernels.packed_matmul import FourBits, packed_matmul
 from pallas_kernels.packed_matmul.triton import packed_matmul_triton
 from pallas_kernels.scaled_matmul.triton import ScaledMatmulTuning
 
+pytestmark = pytest.mark.slow
+
 # Rows, depth, columns, the form, and whether there are zero points: nothing divides the last ones.
 CASES = {
     "one-row": ((1, 128, 128), FourBits(128), False),

@@ -33,6 +33,7 @@ FP8, INT8 = (PAGE_FORMATS[name] for name in ("fp8", "int8"))
 POOLS = FP8.dtype, INT8.dtype
 
 
+@pytest.mark.slow
 def test_numbers_are_rounded_to_the_nearest_and_never_overflow():
     """Inputs are all fp8 numbers and their midpoints. Twice the scale gives half the number."""
     numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
@@ -89,6 +90,7 @@ def written(pool, kernels, dtype):
     return plain, empty(pool, given), jax.jit(run)(*empty(pool, given))
 
 
+@pytest.mark.slow
 @pytest.mark.every_jax
 @pytest.mark.parametrize("pool", POOLS)
 def test_writes_are_what_a_plain_pool_gets_rounded_once(pool, kernels):
@@ -123,6 +125,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_attention_matches_the_equation(name, pool, kernels):
@@ -136,6 +139,7 @@ def test_attention_matches_the_equation(name, pool, kernels):
     assert np.sqrt((error**2).mean() / (expected**2).mean()) < 0.004
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 def test_attention_over_latents_matches_the_equation(pool, kernels):
     """Latents and rotated parts have separate scales."""
@@ -185,6 +189,7 @@ def test_an_8_bit_pool_runs_where_the_kernel_lacks_it(name, problem, checker, ca
         jax.jit(partial(paged_attention, kernels="triton"))(*inputs, **chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", POOLS)
 def test_prompts_read_latents_times_their_scales(pool):
     """Attention over keys and values of heads gives the result of a dequantised pool."""

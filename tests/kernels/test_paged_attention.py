@@ -101,6 +101,7 @@ WINDOW = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS)
 def test_any_tiles_match_the_equation(config):
     inputs, chosen = arguments(WINDOW), options(WINDOW)
@@ -111,6 +112,7 @@ def test_any_tiles_match_the_equation(config):
     assert_matches_the_equation(attend(*inputs, **chosen), inputs, chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [VERIFY, replace(VERIFY_FEW, dtype="bfloat16")], ids=["float32", "bfloat16"]
 )
@@ -124,6 +126,7 @@ def test_padding_rows_are_exactly_zero(attend, case):
         np.testing.assert_array_equal(out[at < 0].astype(np.float32), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case, rounding",
     [
@@ -141,6 +144,7 @@ def test_auto_takes_what_the_kernel_does_not(case, rounding):
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pool", [None, FP8, "int8"])
 def test_bf16_is_better_than_plain_bf16(attend, pool):
     """Plain bf16, which also rounds products and weights, has an error of .0029."""
@@ -151,6 +155,7 @@ def test_bf16_is_better_than_plain_bf16(attend, pool):
     assert 0 < np.sqrt((error**2).mean() / (expected**2).mean()) < 0.0025
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start, count", [(28, 4), (316, 4), (70, 3)])
 def test_rows_past_the_pages_and_pages_that_are_shared(attend, start, count):
     """Drafts may lie past a request's pages (32 tokens), or past the page table (320 tokens).
@@ -216,6 +221,7 @@ def test_no_tiles_were_faster_for_a_full_batch(model):
     assert times[str(chosen).partition("(")[2]] == min(times.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kv_heads, dim", [(8, 128), (4, 256), (1, 64)])
 @pytest.mark.parametrize("context", [64, 2048, 131_072])
 def test_programs_fill_the_device_where_the_context_has_the_blocks(num_kv_heads, dim, context):

@@ -41,6 +41,7 @@ def kernels_of(folder: Path) -> list[str]:
     return [one.name for one in functions if one.name.endswith("_kernel")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=[folder.name for folder in FOLDERS])
 def test_any_order_gives_the_same_bits_and_no_race(folder, checker):
     for name in (name for name in OPERATIONS if name.partition("/")[0] == folder.name):
@@ -77,6 +78,7 @@ def without_barriers(patch):
     patch.setattr(step, "barrier", lambda states: states)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, plant, sentence",
     [
@@ -141,6 +143,7 @@ def nan_rows(*shape):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rest", [1, 5, 31, 32, 33, 4095])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_rows_with_nan_have_no_token(rest, temperature, checker):
@@ -153,6 +156,7 @@ def test_rows_with_nan_have_no_token(rest, temperature, checker):
     assert not checker.faults and np.all(tokens == -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_numbers", [1, 400, 899])  # more or fewer NaN than candidates fit
 @pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (1, 1.0), (40, 0.9)])
 def test_truncation_of_nan_makes_up_no_logit(top_k, top_p, num_numbers, checker):

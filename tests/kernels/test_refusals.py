@@ -390,6 +390,7 @@ UNSUPPORTED: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "operation, message, changed, error",
     [
@@ -409,6 +410,7 @@ def test_what_is_not_taken_is_named(operation, message, changed, error):
 SMALL_TILES = {"values": 2}, {"folds": True, "chunk_values": 2}, {"norm_heads": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", SMALL_TILES, ids=label)
 def test_a_tile_smaller_than_its_threads_is_never_run(small, monkeypatch):
     """Several threads would have copies of an element, and one could read another's write."""

@@ -143,6 +143,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.every_jax
 @pytest.mark.parametrize("case", CASES)
 def test_matches_the_equation(case, kernels):

@@ -99,6 +99,7 @@ def check_places(routes, num_experts, num_chosen):
     assert {one.dtype for one in routes[1:]} == {jnp.dtype("int32")}
 
 
+@pytest.mark.slow
 @pytest.mark.every_jax
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_definition(run, name):
@@ -131,6 +132,7 @@ def test_places_are_valid_whatever_the_logits(run, name):
     check_places(routes, case.experts, case.chosen)
 
 
+@pytest.mark.slow
 @pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", ["auto", "interpret"])
 def test_many_rows_and_groups_are_plain_jax_without_a_word(kernels, monkeypatch, caplog):

@@ -63,6 +63,7 @@ def test_matches_the_definition(kernels, name, dtype):
     check(multiply(*given), by_definition(*given, block), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_integers_in_groups(kernels, dtype):
     shape, block = (5, 256, 90), (1, 128)
@@ -72,6 +73,7 @@ def test_integers_in_groups(kernels, dtype):
     check(out, by_definition(*given, block), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_splits, unroll", [(1, 1), (1, 2), (3, 1), (2, 2)])
 def test_other_tiles(num_splits, unroll):
     """Some splits of the depth end inside a tile, and one split is empty."""
@@ -82,6 +84,7 @@ def test_other_tiles(num_splits, unroll):
     check(out, by_definition(*given, block), "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["edges", "outputs"])
 def test_the_last_outputs_in_another_dtype(kernels, name):
     shape, block = CASES[name]

@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels.truncation import truncate
 from pallas_kernels.truncation.triton import TruncationTuning, truncate_triton
 
+pytestmark = pytest.mark.slow
+
 SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compilation
 
 

@@ -72,6 +72,7 @@ def walk(state, rng):
     return tokens[:-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMS)
 def test_what_a_grammar_allows_is_read_as_calls(tokenizer, compiler, name):
     rng = random.Random(name)

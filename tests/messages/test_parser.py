@@ -47,6 +47,7 @@ def as_transformers(name, text, tools=None):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text, message", CASES)
 def test_formats(name, text, message):
     template = FORMATS[name].parsed
@@ -58,6 +59,7 @@ def test_formats(name, text, message):
     assert set(RESPONSES) == set(FORMATS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, text, message", CASES)
 def test_outputs_that_end_early(name, text, message):
     """Shown text never changes, and the last part is complete when the response ends."""
@@ -72,6 +74,7 @@ def test_outputs_that_end_early(name, text, message):
             assert part.name == known.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_any_text(name):
     """For pieces of responses in any order, no split changes the message, and nothing raises."""
@@ -210,6 +213,7 @@ def test_arguments_arrive_while_they_are_written():
             assert [one.arguments for one in deltas[:2]] == ["", '{"path": "a.py"']
 
 
+@pytest.mark.slow
 def test_long_arguments_take_linear_time():
     """Searching the whole text again for each chunk would take minutes."""
     value = "x <b>\n" * 50_000

@@ -41,6 +41,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).parents[2]
 REACH = Path(__file__).with_name("reach.toml")
 LEFT_BEHIND = shutil.ignore_patterns(".git", ".cache", ".venv*", "__pycache__", "runs", "build")
+TESTS = "not nightly and not optimized and not gpu"  # marks: tests of the day
 MIN_SECONDS, MAX_BYTES = 60, 16 << 30
 
 
@@ -168,7 +169,8 @@ def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, fl
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
+    options = "-x", "-q", "-n0", "-p", "no:cacheprovider", "-m", TESTS
+    command = [sys.executable, "-m", "pytest", *options, *tests]
     env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     before = os.times()
     try:

@@ -180,6 +180,7 @@ SLOW = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", marked(CASES, fast=["windows-from-the-anchor-non-causal"], slow=SLOW)
 )

@@ -86,6 +86,7 @@ def target(checkpoints):
     return with_tokenizer(checkpoints, model, byte_level(SIZES[0]))
 
 
+@pytest.mark.slow
 def test_drafts_of_another_tokenizer(checkpoints, check_drafts, target):
     model = checkpoints.target("llama", seed=3, vocab_size=SIZES[1], num_hidden_layers=1)
     tokenizer = sentence_piece(SIZES[1])

@@ -91,6 +91,7 @@ def test_speculators_layout_gives_the_same_head_as_the_raw_one(
     check_same(found, expected)
 
 
+@pytest.mark.slow
 def test_every_layout_of_an_mtp_module_gives_the_same_parameters(checkpoints):
     """The module is in the target's file or in another. Experts have one tensor or many."""
     target = checkpoints.target("qwen3_5_moe_text", vocab_size=VOCAB)
@@ -145,6 +146,7 @@ MASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits, masks", MASKS.values(), ids=MASKS)
 def test_what_rows_see_is_read_from_the_authors_configs(target, write, edits, masks):
     drafter, _ = load(target.folder, "dflash", write(**edits).folder)
@@ -229,6 +231,7 @@ DFLASH = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edits, words", [(e, w) for e, *w in DFLASH.values()], ids=DFLASH)
 def test_dflash_heads_that_do_not_fit_are_refused(target, write, edits, words):
     refused(target.folder, "dflash", write(**edits).folder, *words)

@@ -221,6 +221,7 @@ def made(checkpoints, method, target, options, of_oracle):
 SLOW = "eagle3-all-with-edits", "p_eagle-aws", "eagle3-after-many-rounds-without"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CASES, fast=["eagle-plain-k-changes"], slow=SLOW))
 def test_drafts(checkpoints, check_drafts, name):
     case = CASES[name]
@@ -252,6 +253,7 @@ def run_head(head, target, params, tokens, final, states):
     return y, head.logits(target, params, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in OPTIONS if n not in ("specforge-norm", "all")])
 def test_every_part_of_eagle3_by_itself(checkpoints, name):
     """Heads with a single optional part run over all rows. Tests above use none or all parts."""

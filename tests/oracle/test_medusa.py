@@ -81,6 +81,7 @@ def target(checkpoints):
     return checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, ks", [pytest.param(FIRST, (2, 0), marks=pytest.mark.slow), (VLLM, (3,))]
 )

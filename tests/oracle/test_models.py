@@ -244,6 +244,7 @@ def test_logits_of_whole_sequences(case):
     np.testing.assert_allclose(causal_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_of_chunks_and_rounds(case, monkeypatch):
     monkeypatch.setattr(latent, "PRODUCTS_PER_NUMBER", 0)
     target, tokens, expected, schedule = case
@@ -331,6 +332,7 @@ def test_decays_are_kept_in_float32(checkpoints, rewrite_tensors, kind, in_file)
         assert layer.attention.in_proj.values.dtype == layer.attention.conv.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, most", [("llama", 0.1), ("qwen3", 0.1), ("qwen3_next", 0.2), ("qwen3_5_text", 0.2)]
 )

@@ -161,6 +161,7 @@ def test_the_oracle_drafts_as_generation_does(checkpoints, monkeypatch):
 SLOW = "qwen3_5-vision-tied-k-changes", "deepseek_v3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(CASES, fast=["glm4_moe_lite"], slow=SLOW))
 def test_drafts(checkpoints, check_drafts, name):
     target, oracle = written(checkpoints, name)

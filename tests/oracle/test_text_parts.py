@@ -57,6 +57,7 @@ def test_every_whole_is_here():
     assert WHOLES.keys() | {"qwen3_5", "qwen3_5_moe"} == WRAPPERS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, fields", CASES.values(), ids=CASES)
 def test_text_alone_has_the_same_logits(checkpoints, tokens, kind, fields):
     target = written(checkpoints, kind, **fields)

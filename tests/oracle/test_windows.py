@@ -18,6 +18,8 @@ from specjax.device.cache.pages import Pages
 from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.ngram import NGramDrafter
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("torch")
 
 

@@ -40,6 +40,7 @@ NARROW = {"head_dtype": "fp8", "quantization": "int8"}
 THREE = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, form, count, config",
     [
@@ -72,6 +73,7 @@ def test_parts_are_those_of_the_weights_that_they_stand_for(checkpoints, kind, f
     jax.tree.map(np.testing.assert_array_equal, dequantise(loaded[0], FLOAT32), loaded[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, bits, count, config",
     [
@@ -92,6 +94,7 @@ def test_plain_weights_are_rounded_as_on_one_device(checkpoints, kind, bits, cou
     jax.tree.map(np.testing.assert_array_equal, dequantise(made, FLOAT32), expected)
 
 
+@pytest.mark.slow
 def test_updates_and_copies_are_rounded_as_on_one_device(checkpoints):
     """This holds for a target, a drafter, and the drafter's copy of the head."""
     target, made = llama(checkpoints), []

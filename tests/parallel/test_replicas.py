@@ -92,6 +92,7 @@ def test_all_replicas_give_what_one_engine_gives(llm, expected):
     assert_all_idle(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_request_ends_once(llm, expected, seed, fails, caplog):
@@ -178,6 +179,7 @@ def test_a_failure_of_all_replicas_is_raised(llm, expected):
     assert [output.outputs for output in generate(llm, *cases())] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_an_interrupt_or_error_leaves_a_usable_llm(llm, expected, error):
     engine, steps = llm.engine.engines[-1], []
@@ -252,6 +254,7 @@ def test_async_callers(letters, expected):
         asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_rollouts(letters):
     """All replicas get new weights at the same place in the outputs, also while asleep."""
     found, (prompts, _) = [], cases()

@@ -75,6 +75,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, config, options", CASES)
 def test_a_trainers_arrays_reach_the_engine_without_the_host(
     checkpoints, kind, config, options, request

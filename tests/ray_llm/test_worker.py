@@ -79,6 +79,7 @@ def test_a_request_goes_on_where_another_worker_left_it(make):
         asyncio.run(outputs_of(second, replace(deltas, n=2), before))
 
 
+@pytest.mark.slow
 def test_weights_change_between_two_steps(make):
     """Tokens of this simulated device depend on the weights."""
     worker = make()

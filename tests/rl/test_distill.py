@@ -54,6 +54,7 @@ def open_engine(checkpoints, build, target, module):
     return open_one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_refit_learns_and_changes_no_output(open_engine, prompts, method):
     engine = open_engine(method)
@@ -88,6 +89,7 @@ def batch_of(target, params, rollouts, aux_layers):
     return Batch(tokens, is_answer, *(x.reshape(*tokens.shape, -1) for x in parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", CHAINS)
 def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
     open_engine, prompts, method
@@ -124,6 +126,7 @@ def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
             np.testing.assert_allclose(one, other, atol=0.02 * RATE / 10, err_msg=name)
 
 
+@pytest.mark.slow
 def test_refits_after_the_first_compile_nothing(open_engine, prompts, compilations):
     engine = open_engine("eagle3")
     refits = distiller(engine, memory=8, length=LENGTH - 2)  # a shape that no other test has

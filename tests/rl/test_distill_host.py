@@ -26,7 +26,7 @@ from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
 from specjax.train.data import Document, shuffled_indices, window
 
-pytestmark = pytest.mark.usefixtures("simulated_device", "one_step")
+pytestmark = [pytest.mark.usefixtures("simulated_device", "one_step"), pytest.mark.slow]
 
 
 @pytest.fixture

@@ -51,6 +51,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_of_torch(engine, hf, form):
     """Values are the same as after torch's own conversion."""
@@ -147,6 +148,7 @@ def save_orbax(folder, tree):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["hugging face", "engine's tree", "state", "standard", "step"])
 def test_weights_in_a_folder(engine, own, target, tmp_path, kind):
     params = noisy(own, 5)

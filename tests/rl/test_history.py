@@ -47,6 +47,7 @@ def engine(target):
         yield engine
 
 
+@pytest.mark.slow
 def test_ten_updates_with_and_without_a_history(target):
     """The device is real, and weights change a little in each update."""
     history = RolloutHistory(window=2)
@@ -72,6 +73,7 @@ def test_ten_updates_with_and_without_a_history(target):
     assert min(np.diff(accepted[1:])) > 0
 
 
+@pytest.mark.slow
 def test_the_distribution_with_a_history(target):
     """Counts of second and third tokens are compared with transformers' probabilities."""
     history, prompt, temperature = RolloutHistory(), PROMPTS[2], 0.15

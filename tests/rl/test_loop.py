@@ -43,6 +43,7 @@ def read(stream, into, message):
             into.append(one)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause", ["abort", "wait", "keep"])
 def test_an_update_by_another_thread(engine, original, unhurried, beside, pause):
     """A trainer's thread updates weights again and again, while another thread generates."""

@@ -28,6 +28,7 @@ def load(files):
     return load_model(files.folder, np.dtype("float32"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_5"])
 def test_a_policy_gives_the_logits_of_transformers(checkpoints, kind):
     files = checkpoints.target(kind, vocab_size=VOCAB)
@@ -54,6 +55,7 @@ def test_a_policy_has_the_paths_and_arrays_of_the_engine(checkpoints, kind, conf
     assert {x.dtype for x in jax.tree.leaves(masters)} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow
 def test_the_engine_generates_from_what_was_trained(target):
     with RolloutEngine(target.folder, **SETTINGS) as engine:
         policy = PolicyModule(engine.target, engine.params.target)

@@ -58,6 +58,7 @@ def weights_of(folder, quantization):
     return load_weights(folder, model, FLOAT32, quantization=quantization)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", ["fp8", "int8", "int4"])
 def test_an_update_is_as_loading_the_new_weights(folder, trained, bits, caplog):
     """Bits are equal for weights from a folder, tensors or a plain tree, awake or asleep."""
@@ -87,6 +88,7 @@ def test_an_update_is_as_loading_the_new_weights(folder, trained, bits, caplog):
         jax.tree.map(np.testing.assert_array_equal, engine.params.target, first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_every_stored_form_is_as_exact_as_its_tool(checkpoints, rewrite_tensors, form):
     """Merged projections, too. Arrays keep shapes and dtypes, and plain weights are not rounded."""
@@ -123,6 +125,7 @@ def test_every_stored_form_is_as_exact_as_its_tool(checkpoints, rewrite_tensors,
         assert 0 < lost < min(worst, LIMITS[was.numbers[0]])
 
 
+@pytest.mark.slow
 def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trained, tmp_path):
     """Rollouts also name the quantisation. The weights come from an update."""
     prompts = [[4, 9, 1], [7, 2, 2, 8]]
@@ -143,6 +146,7 @@ def test_rollouts_have_the_log_probabilities_of_the_quantised_model(folder, trai
         np.testing.assert_allclose(score.logprobs, expected, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, bits", [("llama", "fp8"), ("qwen3_moe", "int8")])
 def test_weights_that_are_divided_over_devices(checkpoints, tmp_path, kind, bits):
     """Each device rounds its part. A folder of compressed-tensors is divided as it is stored."""

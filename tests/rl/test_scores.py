@@ -20,6 +20,8 @@ from support.rollouts import (
 
 from specjax import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [
     {"temperature": 1.3, "top_k": 5},
     {"temperature": 0.8, "top_p": 0.6},

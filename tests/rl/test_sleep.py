@@ -20,6 +20,7 @@ def weight_bytes(engine):
     return sum({id(x): x.nbytes for x in both}.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleeping_changes_nothing_and_frees_memory(build, level):
     with build() as engine, build() as awake:

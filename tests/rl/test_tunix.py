@@ -40,6 +40,7 @@ def test_logprobs_are_there_if_asked_for(rollout):
     assert output.logprobs is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make", [lambda i: i, lambda i: jax.random.key(i), lambda i: jax.random.PRNGKey(i), None]
 )

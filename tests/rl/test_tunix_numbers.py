@@ -13,6 +13,8 @@ from specjax.device.models.registry import load_model
 from specjax.rl.nnx import PolicyModule
 from specjax.rl.tunix import RolloutOutput
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def policy(target):

@@ -25,6 +25,8 @@ from specjax import SamplingParams
 from specjax.rl import RolloutEngine, Span
 from specjax.rl.weights import ArraySource
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_5", marks=pytest.mark.nightly)])
 def test_drafts_change_nothing_across_updates(build, target, module, kind):

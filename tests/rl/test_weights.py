@@ -24,6 +24,7 @@ from specjax.rl.checksum import checksum
 from specjax.rl.weights import paths, stage_drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
 def test_weights_under_hugging_face_names(build, checkpoints, module, compilations, kind):
     """The weights are a transformers state_dict, with an MTP module's tensors if it has any."""
@@ -128,6 +129,7 @@ def test_looking_for_bad_values_compiles_nothing(
         engine.update_weights(original)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["p_eagle", "dflash", "medusa", "draft_model"])
 def test_the_tensors_of_a_drafters_file_are_its_weights(checkpoints, method):
     """Tensors have their published names. A draft vocabulary among them must be unchanged."""

@@ -1,9 +1,12 @@
 """For any body, the server gives an answer, or an error that is the client's fault."""
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specjax.server.wire import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+pytestmark = pytest.mark.slow
 
 KINDS = {
     "/v1/completions": CompletionRequest,

@@ -12,6 +12,8 @@ from support.http import JSON, Served, served
 
 from specjax.server.rl_doors import RL_ROUTES
 
+pytestmark = pytest.mark.slow
+
 COMPLETIONS, UPDATE = "/v1/completions", "/update_weights"
 FILE = {"content-type": "application/octet-stream"}
 ASKED = {"prompt": [3, 1, 4], "max_tokens": 30, "ignore_eos": True, "temperature": 0}

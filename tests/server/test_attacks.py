@@ -127,6 +127,7 @@ SENT = {  # name: parts to send, status
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SENT)
 def test_bytes(attacked, name):
     parts, status = SENT[name]
@@ -136,6 +137,7 @@ def test_bytes(attacked, name):
     assert told(name).startswith(str(status)) and attacked.get("/health").status == 200
 
 
+@pytest.mark.slow
 def test_a_request_that_never_comes(attacked):
     for parts in [], [POST]:
         begin = time.perf_counter()
@@ -143,6 +145,7 @@ def test_a_request_that_never_comes(attacked):
     assert told("a connection without a request")
 
 
+@pytest.mark.slow
 def test_texts_that_take_long_hold_nobody(llm):
     """Long texts are tokenized one at a time. Some may wait, and further ones are refused."""
     encode, slow = type(llm.tokenizer).encode, threading.Event()
@@ -224,6 +227,7 @@ class Watched(Connection):
         super().connection_lost(exc)
 
 
+@pytest.mark.slow
 def test_answers_that_nobody_reads(llm, monkeypatch):
     """The connection ends, which also frees the memory of the completed answer."""
     monkeypatch.setattr("specjax.server.run.Connection", Watched)

@@ -120,6 +120,7 @@ def test_structured_outputs(client):
         assert isinstance(json.loads(formatted.choices[0].message.content), dict)
 
 
+@pytest.mark.slow
 def test_echoed_prompts_have_logprobs_as_lm_eval_reads_them(server, client):
     ids = server.llm.tokenizer.encode(PROMPT)
     answer = client.completions.create(

@@ -33,6 +33,8 @@ from specjax.server.control import max_bytes
 from specjax.server.rl_doors import RL_ROUTES
 from specjax.server.settings import ServerSettings
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = {"temperature": 0, "max_tokens": 60, "ignore_eos": True}
 BODY = {"prompt": PROMPT, "return_token_ids": True, **GREEDY}

@@ -272,6 +272,7 @@ with patch("specjax.async_llm.LLM", lambda *_, **__: llm):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_twice", [False, True])
 def test_a_signal_drains_and_a_second_one_ends(chat_folder, is_twice):
     with socket.create_server(("127.0.0.1", 0)) as one:

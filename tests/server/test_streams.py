@@ -190,6 +190,7 @@ def test_a_client_that_reads_nothing_loses_its_request(simulated, caplog):
     assert_idle(simulated)
 
 
+@pytest.mark.slow
 def test_a_request_beyond_the_queue_is_refused_and_openai_retries_it(simulated):
     with served(simulated, limits=Limits(max_queue_len=2)) as server:
         with held(simulated) as let_go, opened(server, LONG | {"n": 5}):
@@ -206,6 +207,7 @@ def test_a_request_beyond_the_queue_is_refused_and_openai_retries_it(simulated):
         assert server.post(COMPLETIONS, {"prompt": "a", "n": 9, "max_tokens": 2}).status == 200
 
 
+@pytest.mark.slow
 def test_a_pause_is_503_and_openai_retries_it(simulated):
     with served(simulated, rl=True) as server:
         assert server.send("POST", "/pause", headers={}).status == 200

@@ -42,6 +42,7 @@ def test_a_driver_that_refuses_a_kernel(kernels, monkeypatch):
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_on_such_a_driver_runs(checkpoints, monkeypatch):
     monkeypatch.setattr("pallas_kernels.dispatch.compute_capability", lambda: (9, 0))
     folder = checkpoints.target("llama").folder

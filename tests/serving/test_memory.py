@@ -126,6 +126,7 @@ def test_snapshots_by_default(hybrid, monkeypatch):
     assert {n: count(beside + 8 * n * cache.per_slot) for n in rooms} == rooms
 
 
+@pytest.mark.slow
 def test_as_many_prompts_as_requests_are_found_again(hybrid):
     """In a hybrid model, each prompt needs a snapshot."""
     prompts = np.random.default_rng(0).integers(0, 9, (4, 50)).tolist()

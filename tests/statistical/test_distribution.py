@@ -304,6 +304,7 @@ def test_more_rounds_of_new_seeds(record_property, vocab_size, count, method, is
     check_distribution(vocab_size, count, method, is_greedy, first_seed=seed, least=NEW_SEED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_of_the_target_itself_all_stand(method):
     """The drafter's logits are the target's, and drafts are edited like tokens."""
@@ -341,6 +342,7 @@ def draw_both(target, guess, sampling, positions):
     return choose(target, sampling, positions), drafts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "temperature, noise, top_p",
     [(0.3, 1, 1), (0.6, 0.5, 1), (0.6, 1, 1), (1.0, 0.5, 1), (1.0, 1, 1), (1.0, 1, 0.95)],

@@ -334,6 +334,7 @@ def each(rules):
     return pytest.mark.parametrize("rule", [pytest.param(r, id=name) for name, r in rules.items()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT)
 @TABLES
@@ -360,6 +361,7 @@ def test_any_drafter_changes_nothing(method, guess):
         assert bias(emitted_by(method, tables, Rule()), tables) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @each(WRONG)
 def test_rules_by_the_value_of_a_draft_are_found(method, rule):
@@ -368,6 +370,7 @@ def test_rules_by_the_value_of_a_draft_are_found(method, rule):
         assert bias(emitted_by(method, tables, rule), tables) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT | WRONG)
 @TABLES

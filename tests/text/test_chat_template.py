@@ -92,6 +92,7 @@ TEMPLATE_FILES = [
 CHOICES = [None, "default", "tool_use", "rag", "own {{ messages[0].role }}"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", TEMPLATE_FILES, ids=label)
 @pytest.mark.parametrize("chosen", CHOICES)
 @pytest.mark.parametrize("tools", [None, [], [CALL]], ids=label)

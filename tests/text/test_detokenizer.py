@@ -148,6 +148,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", LONG)
 @pytest.mark.parametrize("kind", SPELLED)
 def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):

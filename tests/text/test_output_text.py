@@ -127,6 +127,7 @@ def by_rollouts(llm, prompts, params):
 DOORS = [by_generate, by_stream, by_async, by_rollouts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_every_door_shows_the_text_of_vllm(folder, bpe, door):
     end, think, foo = (bpe.token_to_id(name) for name in ("</s>", "<think>", "▁foo"))

@@ -122,6 +122,7 @@ def test_a_folder_with_only_a_sentencepiece_model(tmp_path):
     refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
 
 
+@pytest.mark.slow
 def test_other_threads_run_while_a_long_text_is_encoded_or_decoded():
     """Otherwise, one client of a server would stop all others."""
     tokenizer = load_tokenizer(DEMO)

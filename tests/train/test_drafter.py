@@ -73,6 +73,7 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", marked(TARGETS, fast=["mtp", "medusa"]))
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(kind, documents, tmp_path):
     target = TARGETS[kind]

@@ -27,6 +27,8 @@ from specjax.train.drafter import KINDS
 from specjax.train.features import FeatureSet
 from specjax.train.teacher import shift
 
+pytestmark = pytest.mark.slow
+
 K, STARTS = 3, jnp.array([1, 9, 16])
 WORDS = [Document(np.arange(VOCAB), 0)]
 

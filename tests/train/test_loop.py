@@ -33,6 +33,7 @@ def _fit(directory, steps_before_a_kill=None, steps=12, bias="b"):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
     whole, log = _fit(tmp_path / "whole")
     told = capsys.readouterr().err
@@ -57,12 +58,14 @@ def test_steps_between_rows_are_told_when_they_take_long(tmp_path, capsys, monke
     assert told == ["1", "2", "3"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_another_run_is_refused(tmp_path):
     _fit(tmp_path, steps=4)
     with pytest.raises(ValueError, match=f"{tmp_path} has a checkpoint .* choose another folder"):
         _fit(tmp_path, bias="another name")
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_only_read(tmp_path):
     whole, _ = _fit(tmp_path)
     again, log = _fit(tmp_path, steps_before_a_kill=0)

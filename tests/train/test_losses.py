@@ -35,6 +35,7 @@ def float64(arrays):
     return jax.tree.map(lambda x: np.asarray(x, np.float64), arrays)
 
 
+@pytest.mark.slow
 def test_a_chain_learns_counted_positions(target_params, documents, features):
     """Positions count if the target's token can be drafted. The second draft weighs less."""
     start = start_of("eagle3", documents)
@@ -70,6 +71,7 @@ def test_a_chain_learns_counted_positions(target_params, documents, features):
     assert 0 <= metrics["accuracy_1"] <= 1
 
 
+@pytest.mark.slow
 def test_what_does_not_count_has_no_part_in_the_loss(target_params, documents, features):
     start = start_of("eagle3", documents)
     batch = jax.device_get(features.batch_at(0, 4, 0))
@@ -93,6 +95,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_learn_the_answers_after_their_anchors(target_params, documents, features, kind):
     """There are as many blocks as tokens, so every answer token starts one block."""

@@ -34,6 +34,7 @@ def test_the_command_takes_every_architecture(name):
     assert parser.parse_args(argv).architecture == name
 
 
+@pytest.mark.slow
 def test_loss_is_the_mean_negative_log_probability(model):
     params = jax.device_put(random_params(model.specs(), 0))
     rng = np.random.default_rng(0)
@@ -70,6 +71,7 @@ def test_a_text_of_less_than_a_batch_is_evaluated():
     assert np.isfinite(evaluate(model, params, [Document(row, 0) for row in rows], 3))
 
 
+@pytest.mark.slow
 def test_a_repeating_text_is_learnt(model, tmp_path):
     text = np.tile(np.arange(16, dtype=np.int32), 40)
     params, log = train_target(

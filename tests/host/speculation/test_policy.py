@@ -174,6 +174,7 @@ def test_a_small_lead_has_to_last(lead, at_64, expected):
 # --- what trying others costs ---------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best, rates, batch", [
     (2, RATES, 16), nightly(5, HIGH, 1), nightly(5, HIGH, 256),
 ])  # fmt: skip
@@ -194,6 +195,7 @@ def test_tries_are_few_and_cheap(best, rates, batch):
     assert 10 <= min(others) and np.median(others) <= 0.02 * 10_000
 
 
+@pytest.mark.slow
 def test_neighbours_are_tried_and_hardly_others():
     counts = Counter(serve(adaptive(rates=RATES), RATES, 10_000, batch=16))
     assert min(counts[1], counts[3]) >= 20
@@ -207,6 +209,7 @@ def test_only_a_policy_that_learns_times_doubts_them():
     assert 1_000 - ks.count(2) <= 1_000 // PROBE_EVERY
 
 
+@pytest.mark.slow
 def test_tries_to_draft_come_less_and_less_often():
     """Each try is one round of 16 requests. The first one comes before anything is known."""
     ks = serve(adaptive(), NOTHING, 16_000, batch=16)
@@ -224,6 +227,7 @@ def test_a_lone_request_tries_as_many_drafts():
     assert {len(run) for run in runs if run} == {16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_dead, batch", [
     (500, 1), (500, 256), slow(8_000, 1), slow(8_000, 16),
 ])  # fmt: skip
@@ -243,6 +247,7 @@ def given_up(batch, row=ROW):
     return policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16, 256])
 @pytest.mark.parametrize("rates, start, least", [(GOOD, 0, 0.95), (NOTHING, 100, 0.9)])
 def test_a_new_drafter_is_met_with_hope(batch, rates, start, least):
@@ -253,6 +258,7 @@ def test_a_new_drafter_is_met_with_hope(batch, rates, start, least):
     assert ks[0] > 0 and np.mean((ks[start:] > 0) == (rates is GOOD)) > least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_a_new_target_is_tried_at_once(batch):
     """Drafting is tried, even long after it has stopped. A few tries find that it pays again."""

@@ -90,6 +90,7 @@ def test_every_token_is_made_once(k):
     assert {seen.num_context for seen in [*watched.loads, *watched.rounds]} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", KS)
 def test_a_static_k_alone_is_a_closed_form(k):
     """The mean number of tokens per round is AL(k), with an error bound from its variance."""
@@ -197,6 +198,7 @@ def long(grid, shift, *values):
     return pytest.param(grid, shift, *values, marks=mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid", ["seed", *(slow(grid) for grid in GRIDS if grid != "seed")])
 def test_the_oracle_regrets_nothing(grid):
     """No policy is much faster than the oracle, although it is only optimal round by round."""
@@ -208,6 +210,7 @@ def test_the_oracle_regrets_nothing(grid):
         assert fmean(makespan_ratios(others, oracle)) > 0.96  # few seeds: 2 % of noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid, shift, is_small", [
     *((grid, shift, True) for grid, shift in product(GRIDS, SHIFTS)),
     *(long(grid, shift, False) for grid, shift in product(GRIDS, SHIFTS)),
@@ -234,6 +237,7 @@ def test_adaptive_regrets_less_than(grid, shift, name):
     assert regret(runs(grid, shift, "adaptive", False)) < regret(runs(grid, shift, name, False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grid, shift, is_small", [
     ("seed", None, True), *(long(grid, None, False) for grid in GRIDS),
 ])  # fmt: skip

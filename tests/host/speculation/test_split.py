@@ -57,6 +57,7 @@ def test_long_requests_stop_drafting_if_it_does_not_pay():
     assert served.speed() > 1.3 * serve(0, rates, contexts, 1, 0).speed()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n, rate, gain", [(4, 0.02, 1.0), (64, 0.02, 1.0), (64, 0.2, 1.5)])
 def test_no_range_of_lengths_is_slower_than_off(n, rate, gain):
     """Long requests are slower than without drafts only as far as `max_slowdown` allows."""
@@ -79,6 +80,7 @@ def test_adaptive_is_never_slower_than_off(n, rate):
         assert served.speed() >= 0.99 * n / round_ms(n, 0, 0, n * context)
 
 
+@pytest.mark.slow
 def test_a_request_that_improves_drafts_again():
     """A request's old counts lose weight while it does not draft."""
     policy = adaptive()

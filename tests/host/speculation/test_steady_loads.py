@@ -47,6 +47,7 @@ def test_a_draft_that_only_replays_find_cheap_is_found_out():
         assert min(parts(4, "as measured", rounds, wrong_ms=7.88)) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", BATCHES)
 def test_noise_does_not_make_it_flap(batch):
     for served in runs(batch, "as measured"):
