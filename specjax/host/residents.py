@@ -250,7 +250,8 @@ class Residents:
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
         """Make sure that the first `num_pages` pages of a sequence are in the prefix cache."""
         keys, start = sequence.keys, residency.num_published_pages
-        self._forget_pending(sequence, residency, num_pages)
+        if self._pending:
+            self._forget_pending(sequence, residency, num_pages)
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
             window.name(residency.slot, keys, start, num_pages)
