@@ -56,7 +56,7 @@ class Residents:
         )
         snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
         self.prefixes = PrefixCache(self.pages, snapshots, self.windows)
-        # Which sequence is about to compute a page from which another sequence can go on.
+        # Which sequence will compute a page from which others can go on: the one that goes first.
         self._pending: dict[PageKey, Sequence] = {}
         self.running: list[Sequence] = []
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -149,7 +149,7 @@ class Residents:
             window.admit(slot, keys[:num_found])
         insort(self.running, sequence)
         for key in self._pending_keys(sequence, residency):
-            self._pending.setdefault(key, sequence)
+            self._pending[key] = min(self._pending.get(key, sequence), sequence)
         return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:

@@ -17,6 +17,7 @@ OFTEN = {  # at least so many times in all of them
     "chunks side by side": 33,
     "steps launched over another": 2000,
     "prefix hits": 2000,
+    "waits for pages": 15,  # that another request is about to compute
     "prefix hits with windows": 1000,
     "windows that slid": 1000,
     "windows that ran out": 30,

@@ -29,14 +29,14 @@ def test_equal_prompts_are_run_once_and_others_do_not_wait():
 
 
 def test_a_request_waits_for_at_least_half_of_its_tokens():
-    """It does not wait for 24 of its 56 tokens. It waits for 32 of them, and later runs the rest.
+    """It does not wait for 24 of its 64 tokens. It waits for 32 of them, and later runs the rest.
 
     The token after a page counts, too, since a drafter may have read it.
     """
-    for num_shared, first, second in [(32, 56, []), (33, 0, [(1, 32, 24)])]:
+    for num_shared, first, second in [(32, 64, []), (33, 0, [(1, 32, 32)])]:
         scheduler = roomy_scheduler()
         add(scheduler, 0, PROMPT)
-        add(scheduler, 1, PROMPT[:num_shared] + list(range(56 - num_shared)))
+        add(scheduler, 1, PROMPT[:num_shared] + list(range(64 - num_shared)))
         assert chunks(scheduler.schedule()) == [(0, 0, 60)] + ([(1, 0, first)] if first else [])
         assert chunks(scheduler.schedule()) == second
 
@@ -57,6 +57,39 @@ def test_an_urgent_request_does_not_wait_for_one_behind_it():
     assert chunks(scheduler.schedule()) == [(0, 0, 32)]
     add(scheduler, 1, PROMPT, priority=0)
     assert chunks(scheduler.schedule()) == [(0, 32, 28), (1, 32, 4)]
+
+
+def test_the_most_urgent_of_two_is_waited_for():
+    config = make_config(scheduling_policy="priority", shapes=((4, 16),))
+    scheduler = make_scheduler(config)
+    add(scheduler, 0, PROMPT, priority=2)
+    assert chunks(scheduler.schedule()) == [(0, 0, 16)]
+    add(scheduler, 1, PROMPT, priority=0)
+    assert chunks(scheduler.schedule()) == [(0, 16, 16), (1, 16, 16)]
+    scheduler.abort(0)
+    add(scheduler, 2, PROMPT, priority=1)
+    assert chunks(scheduler.schedule()) == [(1, 32, 16)]
+
+
+def test_chunks_are_as_wide_as_suits_the_requests_that_join():
+    """Six requests with 20 tokens left each run 8 of them. One wide chunk would run 20 in all."""
+    config = make_config(max_num_seqs=8, max_num_batched_tokens=64, shapes=((2, 32), (8, 8)))
+    scheduler = make_scheduler(config)
+    add(scheduler, 0, PROMPT[:33])
+    for i in range(1, 7):
+        add(scheduler, i, PROMPT[:33] + [i] * 19)
+    assert chunks(scheduler.schedule()) == [(0, 0, 32)]
+    assert chunks(scheduler.schedule()) == [(0, 32, 1)] + [(i, 32, 8) for i in range(1, 7)]
+
+
+def test_requests_that_wait_do_not_count_for_the_width_of_chunks():
+    """Three narrow chunks run 24 tokens. A wide one would run the last 16 of the first prompt."""
+    config = make_config(max_num_seqs=8, max_num_batched_tokens=32, shapes=((1, 32), (3, 8)))
+    scheduler = make_scheduler(config)
+    for i, prompt in enumerate([PROMPT[:48], PROMPT[:48], PROMPT[:48], 30, 30]):
+        add(scheduler, i, prompt)
+    assert chunks(scheduler.schedule()) == [(0, 0, 32)]
+    assert chunks(scheduler.schedule()) == [(0, 32, 8), (3, 0, 8), (4, 0, 8)]
 
 
 @pytest.mark.parametrize("ends", ["abort", "restart"])
@@ -115,4 +148,5 @@ def test_every_full_page_of_equal_prompts_is_run_once(seed):
         prompt = chunk.sequence.request.prompt_token_ids
         end = chunk.start + chunk.count
         pages.update((prompt, n) for n in range(8, len(prompt), 8) if chunk.start < n <= end)
+    assert not scheduler.residents._pending
     assert pages == {(tuple(p), n): 1 for p in asked for n in range(8, len(p), 8)}

@@ -35,6 +35,14 @@ class CheckedScheduler(Scheduler):
         self.tally = tally
         self.last_plan: StepPlan | None = None
         self._left_out: Counter = Counter()
+        num_to_run = self.residents.num_to_run
+
+        def counted(sequence: Sequence) -> int:
+            num_tokens = num_to_run(sequence)
+            tally["waits for pages"] += not num_tokens
+            return num_tokens
+
+        self.residents.num_to_run = counted
 
     def schedule(self) -> StepPlan | None:
         """See `Scheduler.schedule`."""
@@ -244,6 +252,8 @@ class CheckedEngine(Engine):
         if (snapshots := scheduler.prefixes.snapshots) is not None:
             ids = [*snapshots._free, *snapshots._by_key.values()]
             assert sorted(ids) == list(range(self.config.num_snapshots)), f"snapshots {ids}"
+        leaders = set(residents._pending.values())
+        assert leaders <= {s for s in running if not s.residency.is_prefilled}, "waits for nothing"
         waiting = [s for s in scheduler._waiting if not s.is_finished]
         for samples in scheduler._live.values():
             for sequence in samples:
