@@ -83,13 +83,15 @@ def test_chunks_are_as_wide_as_suits_the_requests_that_join():
 
 
 def test_requests_that_wait_do_not_count_for_the_width_of_chunks():
-    """Three narrow chunks run 24 tokens. A wide one would run the last 16 of the first prompt."""
-    config = make_config(max_num_seqs=8, max_num_batched_tokens=32, shapes=((1, 32), (3, 8)))
+    """Three narrow chunks, one of them of the first prompt, run as much as a wide one."""
+    config = make_config(max_num_seqs=8, max_num_batched_tokens=24, shapes=((1, 32), (3, 8)))
     scheduler = make_scheduler(config)
-    for i, prompt in enumerate([PROMPT[:48], PROMPT[:48], PROMPT[:48], 30, 30]):
-        add(scheduler, i, prompt)
-    assert chunks(scheduler.schedule()) == [(0, 0, 32)]
-    assert chunks(scheduler.schedule()) == [(0, 32, 8), (3, 0, 8), (4, 0, 8)]
+    for i in range(3):
+        add(scheduler, i, PROMPT[:48])
+    assert chunks(scheduler.schedule()) == [(0, 0, 8)]
+    add(scheduler, 3, 30)
+    add(scheduler, 4, 30)
+    assert chunks(scheduler.schedule()) == [(0, 8, 8), (3, 0, 8), (4, 0, 8)]
 
 
 @pytest.mark.parametrize("ends", ["abort", "restart"])
