@@ -117,7 +117,7 @@ def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch):
     for multiply in Blocks.multiply, lambda w, x: Blocks.multiply_from(w, x, 64):
         lines = str(jax.make_jaxpr(multiply)(dense().on("cpu"), x)).splitlines()
         (dot,) = [line for line in lines if "dot_general" in line]
-        assert (f"{num_rows},64]" in dot) == is_batch, dot
+        assert (f"{num_rows},16]" in dot) == is_batch, dot
 
 
 @pytest.mark.parametrize("given", [{"parts": (("q", 100),)}, {"dtype": "bfloat16"}])

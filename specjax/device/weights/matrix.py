@@ -13,8 +13,8 @@ import numpy as np
 from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
-BLOCK_COLUMNS = 64  # columns of a block; 32 and 128 took longer on all CPUs that we tried
-FEW_ROWS = 8  # maximum number of rows that are multiplied by blocks
+BLOCK_COLUMNS = 16  # columns of a block, as many as XLA's products of few rows read at a time
+FEW_ROWS = 16  # maximum number of rows that are multiplied by blocks
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -119,11 +119,12 @@ class Dense(Matrix):
 @weight
 @dataclass(frozen=True)
 class Blocks(Dense):
-    """A matrix [in, out], and its copy as blocks of columns [out / 64, in, 64].
+    """A matrix [in, out], and its copy as blocks of columns [out / 16, in, 16].
 
-    On CPUs with AVX-512, two to eight rows take XLA nearly twice as long as one row if the matrix
-    is one array [in, out]. If they are multiplied by a batch of blocks, they take at most 1.5 times
-    as long. More rows are multiplied by the one array: jax 0.10.2 runs a batch on one core.
+    XLA multiplies few rows by 16 columns at a time. In one array [in, out] these numbers are far
+    apart, in a block they are adjacent. So four rows take about two thirds of the time by a batch
+    of blocks. More than 16 rows are multiplied by the one array: jax 0.10.2 runs a batch on one
+    core.
     """
 
     column_blocks: jax.Array = field(kw_only=True)
@@ -143,7 +144,7 @@ class Blocks(Dense):
 
 
 def _multiply_blocks(x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
-    """Return the product [N, 64 B] of rows x [N, in] with `blocks` [B, in, 64]."""
+    """Return the product [N, 16 B] of rows x [N, in] with `blocks` [B, in, 16]."""
     copied = jnp.broadcast_to(x, (len(blocks), *x.shape))
     y = jnp.matmul(copied, blocks, preferred_element_type=dtype)
     return y.transpose(1, 0, 2).reshape(len(x), len(blocks) * BLOCK_COLUMNS)
