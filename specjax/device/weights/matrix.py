@@ -14,7 +14,7 @@ from specjax.checkpoint.spec import Sections, projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 16  # columns of a block, as many as XLA's products of few rows read at a time
-FEW_ROWS = 16  # maximum number of rows that are multiplied by blocks
+FEW_ROWS = 8  # maximum number of rows that are multiplied by blocks
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -123,8 +123,8 @@ class Blocks(Dense):
 
     XLA multiplies few rows by 16 columns at a time. In one array [in, out] these numbers are far
     apart, in a block they are adjacent. So four rows take about two thirds of the time by a batch
-    of blocks. More than 16 rows are multiplied by the one array: jax 0.10.2 runs a batch on one
-    core.
+    of blocks. More than eight rows are multiplied by the one array, because jax 0.10.2 runs a
+    batch on one core.
     """
 
     column_blocks: jax.Array = field(kw_only=True)
