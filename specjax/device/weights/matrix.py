@@ -122,7 +122,7 @@ class Blocks(Dense):
     """A matrix [in, out], and its copy as blocks of columns [out / 16, in, 16].
 
     XLA multiplies few rows by 16 columns at a time. In one array [in, out] these numbers are far
-    apart, in a block they are adjacent. So four rows take about two thirds of the time by a batch
+    apart, in a block they are adjacent. So two to four rows take 60 to 80 % of the time by a batch
     of blocks. More than eight rows are multiplied by the one array, because jax 0.10.2 runs a
     batch on one core.
     """
