@@ -22,7 +22,7 @@ from report import RESULTS, provenance, summary, write_result
 from specjax.device.weights.matrix import Dense
 
 LAYERS, WIDTH, QKV, INNER = 12, 384, 640, 1024  # of demo-llama
-TILE, ROWS, CALLS = 64, (1, 2, 4, 8, 16, 32), 5
+ROWS, CALLS = (1, 2, 4, 8, 16, 32), 5
 SHAPES = (WIDTH, QKV), (WIDTH, WIDTH), (WIDTH, 2 * INNER), (INNER, WIDTH)
 
 NOTE = "One row of bfloat16 goes through a plain loop of XLA's."
@@ -40,18 +40,14 @@ class Form(NamedTuple):
     pack: Callable[[np.ndarray], Any] = jnp.asarray
 
 
-def _tiles(weight: np.ndarray) -> jax.Array:
-    """Return a weight as blocks of columns, f32[out / TILE, in, TILE]."""
-    return jnp.asarray(weight.reshape(len(weight), -1, TILE).transpose(1, 0, 2).copy())
+def _blocks(columns: int, weight: np.ndarray) -> jax.Array:
+    """Return a weight as blocks of columns, f32[out / columns, in, columns]."""
+    return jnp.asarray(weight.reshape(len(weight), -1, columns).transpose(1, 0, 2).copy())
 
 
-def _rows_of(tiles: jax.Array) -> jax.Array:
-    """Reshape blocks [out / TILE, N, TILE] to [N, out]."""
-    return tiles.transpose(1, 0, 2).reshape(tiles.shape[1], -1)
-
-
-def _by_batch(x: jax.Array, tiles: jax.Array) -> jax.Array:
-    return _rows_of(jnp.matmul(jnp.broadcast_to(x, (len(tiles), *x.shape)), tiles))
+def _by_batch(x: jax.Array, blocks: jax.Array) -> jax.Array:
+    y = jnp.matmul(jnp.broadcast_to(x, (len(blocks), *x.shape)), blocks)
+    return y.transpose(1, 0, 2).reshape(len(x), -1)
 
 
 def _in_bfloat16(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -63,8 +59,8 @@ FORMS = {
     "[out, in]": Form(
         lambda x, w: jnp.einsum("ni,oi->no", x, w), lambda w: jnp.asarray(w.T.copy())
     ),
-    "a batch of blocks of 64 columns": Form(_by_batch, _tiles),
-    "the engine's blocks of 16 columns": Form(
+    **{f"blocks of {n} columns": Form(_by_batch, partial(_blocks, n)) for n in (16, 32, 64)},
+    "the engine's": Form(
         lambda x, weight: weight.multiply(x), lambda w: Dense(jnp.asarray(w)).on("cpu")
     ),
     "bfloat16, rows rounded too": Form(_in_bfloat16, partial(jnp.asarray, dtype=jnp.bfloat16)),

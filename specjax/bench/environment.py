@@ -4,13 +4,11 @@ import os
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import jax
 
-# Vector instructions by Linux's flag, widest first. Matmuls with few rows depend on them.
-INSTRUCTIONS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
+from specjax.device.instructions import cpu_instructions, cpuinfo
 
 
 def describe_environment() -> dict[str, Any]:
@@ -47,28 +45,13 @@ def package_version(name: str) -> str:
 
 def cpu_model() -> str:
     """Return the processor's name, as reported by the system."""
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def cpu_instructions() -> str:
-    """Return the widest vector instructions that XLA may use, or "unknown" if Linux lists none."""
-    flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
-    return next((name for flag, name in INSTRUCTIONS.items() if flag in flags), "unknown")
+    return cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def describe_processors(environment: Mapping[str, Any]) -> str:
     """Describe in words the processors of an `environment` (see `describe_environment`)."""
     model, instructions = environment["cpu_model"], environment["cpu_instructions"]
     return f"{model}, {instructions}, {environment['num_cpus']} CPUs"
-
-
-def _cpuinfo(field: str) -> str:
-    """Return a field of /proc/cpuinfo for the first processor, or an empty text if unknown."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def num_cpus() -> int:

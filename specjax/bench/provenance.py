@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from specjax.bench.environment import (
-    cpu_instructions,
     cpu_model,
     describe_environment,
     describe_processors,
     describe_versions,
     num_cpus,
 )
+from specjax.device.instructions import cpu_instructions
 
 _PATIENCE_SECONDS = 10.0
 _CLOCKS = (

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels.packed_matmul import FourBits
+from specjax.device.weights import matrix as matrix_module
 from specjax.device.weights import weight as weight_module
-from specjax.device.weights.matrix import BLOCK_COLUMNS, FEW_ROWS, Blocks, Dense
+from specjax.device.weights.matrix import FEW_ROWS, Blocks, Dense
 from specjax.device.weights.narrow import narrow
 from specjax.device.weights.packed import Packed
 from specjax.device.weights.scaled import Scaled
@@ -26,10 +27,18 @@ def dense(num_in=24, parts=PARTS, dtype="float32"):
     return Dense(jnp.asarray(values, dtype), parts)
 
 
+@pytest.fixture(params=[("AVX-512", 64), ("AVX2", 16)])
+def columns(request, monkeypatch):
+    """The number of columns of a block on a CPU with certain vector instructions."""
+    instructions, num_columns = request.param
+    monkeypatch.setattr(matrix_module, "cpu_instructions", lambda: instructions)
+    return num_columns
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("platform, kind", [("cpu", Blocks), ("gpu", Dense)])
 @pytest.mark.parametrize("num_rows", [0, 1, FEW_ROWS, FEW_ROWS + 1])
-def test_products_are_those_of_the_matrix(platform, kind, num_rows):
+def test_products_are_those_of_the_matrix(platform, kind, num_rows, columns):
     plain = dense()
     weight = plain.on(platform)
     assert type(weight) is kind and weight.num_out == 192
@@ -92,7 +101,7 @@ def test_matrices_of_the_same_form_share_the_programs_that_round_and_widen_them(
 
 def test_sums_are_of_the_type_that_is_asked_for():
     """512 + 1 is 512 in bfloat16, so a sum in bfloat16 would lose the 1."""
-    weight = Dense(jnp.ones((3, BLOCK_COLUMNS), jnp.bfloat16))
+    weight = Dense(jnp.ones((3, 16), jnp.bfloat16))
     x = jnp.array([[512, 1, -512]], jnp.bfloat16)
     for form in (
         weight,
@@ -112,12 +121,12 @@ def test_rows_may_have_several_axes(shape):
 
 
 @pytest.mark.parametrize("num_rows, is_batch", [(FEW_ROWS, True), (FEW_ROWS + 1, False)])
-def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch):
+def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch, columns):
     x = jnp.ones((num_rows, 24))
     for multiply in Blocks.multiply, lambda w, x: Blocks.multiply_from(w, x, 64):
         lines = str(jax.make_jaxpr(multiply)(dense().on("cpu"), x)).splitlines()
         (dot,) = [line for line in lines if "dot_general" in line]
-        assert (f"{num_rows},16]" in dot) == is_batch, dot
+        assert (f"{num_rows},{columns}]" in dot) == is_batch, dot
 
 
 @pytest.mark.parametrize("given", [{"parts": (("q", 100),)}, {"dtype": "bfloat16"}])

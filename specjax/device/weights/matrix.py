@@ -11,11 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.spec import Sections, projection
+from specjax.device.instructions import cpu_instructions
 from specjax.device.weights.weight import Weight, weight
 
-BLOCK_COLUMNS = 16  # columns of a block, as many as XLA's products of few rows read at a time
 FEW_ROWS = 8  # maximum number of rows that are multiplied by blocks
 Parts = tuple[tuple[str, int], ...]
+
+
+def block_columns() -> int:
+    """Return the number of columns of a block: as many as XLA's products of few rows read at once.
+
+    The number depends on the vector instructions of this CPU.
+    """
+    return 64 if cpu_instructions() == "AVX-512" else 16
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,7 @@ class Dense(Matrix):
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
         """See `Weight`."""
-        has_blocks = self.values.shape[1] % BLOCK_COLUMNS == 0
+        has_blocks = self.values.shape[1] % block_columns() == 0
         return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
 
     def on(self, platform: str) -> Matrix:
@@ -111,7 +119,7 @@ class Dense(Matrix):
             return self
         if not self.changes_on(platform, values.dtype):
             return self
-        blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
+        blocks = np.asarray(values).reshape(len(values), -1, block_columns()).swapaxes(0, 1)
         own = jax.device_put(np.array(blocks, order="C"), values.sharding)
         return Blocks(values, self.parts, self.axis, column_blocks=own)
 
@@ -119,12 +127,11 @@ class Dense(Matrix):
 @weight
 @dataclass(frozen=True)
 class Blocks(Dense):
-    """A matrix [in, out], and its copy as blocks of columns [out / 16, in, 16].
+    """A matrix [in, out], and its copy as blocks of columns [out / C, in, C].
 
-    XLA multiplies few rows by 16 columns at a time. In one array [in, out] these numbers are far
-    apart, in a block they are adjacent. So two to four rows take 60 to 80 % of the time by a batch
-    of blocks. More than eight rows are multiplied by the one array, because jax 0.10.2 runs a
-    batch on one core.
+    XLA multiplies few rows by C columns at a time (see `block_columns`). In one array [in, out]
+    these numbers are far apart, in a block they are adjacent. More than eight rows are multiplied
+    by the one array, because jax 0.10.2 runs a batch on one core.
     """
 
     column_blocks: jax.Array = field(kw_only=True)
@@ -138,16 +145,17 @@ class Blocks(Dense):
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """See `Matrix`."""
-        if len(x) > FEW_ROWS or first % BLOCK_COLUMNS:
+        columns = self.column_blocks.shape[2]
+        if len(x) > FEW_ROWS or first % columns:
             return self.multiply(x)[:, first:]
-        return _multiply_blocks(x, self.column_blocks[first // BLOCK_COLUMNS :], None)
+        return _multiply_blocks(x, self.column_blocks[first // columns :], None)
 
 
 def _multiply_blocks(x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
-    """Return the product [N, 16 B] of rows x [N, in] with `blocks` [B, in, 16]."""
+    """Return the product [N, B C] of rows x [N, in] with `blocks` [B, in, C]."""
     copied = jnp.broadcast_to(x, (len(blocks), *x.shape))
     y = jnp.matmul(copied, blocks, preferred_element_type=dtype)
-    return y.transpose(1, 0, 2).reshape(len(x), len(blocks) * BLOCK_COLUMNS)
+    return y.transpose(1, 0, 2).reshape(len(x), len(blocks) * blocks.shape[2])
 
 
 def dense(
