@@ -226,7 +226,7 @@ class Recorder:
         self._counts["generation"] += (num_gained := sum(num_kept))
         if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1
-            self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
+            self._counts["prompt"] += plan.num_tokens
             return
         if not plan.is_rest:
             self._k[plan.num_drafts] += 1

@@ -209,6 +209,7 @@ class Repertoire:
         else:
             own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
+            part *= plan.num_tokens / max(plan.num_tokens, plan.better_tokens)  # in fewer steps
         needed = self._programs_for(programs_of, own, variant)
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 

@@ -43,11 +43,17 @@ class PrefillPlan:
     batch: int
     width: int
     better_shape: Shape | None = None  # best shape, compiled or not; None if all are compiled
+    better_tokens: int = 0  # number of tokens that a step of this shape would prefill
     suggested: ClassVar[tuple[()]] = ()
 
     def land(self) -> None:
         """Tell the sequences that the chunks are no longer in flight."""
         _land([chunk.sequence for chunk in self.chunks if chunk.samples], 1)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in the chunks."""
+        return sum(chunk.count for chunk in self.chunks)
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:

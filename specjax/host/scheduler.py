@@ -234,8 +234,8 @@ class Scheduler:
         prefill = decode = rest = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
-            wanted = None if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
-            prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
+            best = (None, 0) if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
+            prefill = PrefillPlan(tuple(step.chunks), *shape, *best)
         decoding, suggested = tuple(drafting.sequences), ()
         if decoding and self.suggester.sources:
             suggested = self.suggester.suggest(decoding, drafting.num_drafts)

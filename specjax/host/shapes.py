@@ -54,14 +54,20 @@ class Shapes:
             return self.widths[0]
 
         def progress(width: int) -> int:
-            rows = remaining[: self.max_chunks(width)]
-            return min(sum(min(n, width) for n in rows), max_tokens)
+            return self._num_prefilled(width, remaining, max_tokens)
 
         return max(self.widths, key=lambda width: (progress(width), -width))
 
-    def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> Shape:
-        """Return the shape of width `best_width` for the next step's chunks."""
-        return self.chunks(len(remaining), self.best_width(remaining, max_tokens))
+    def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> tuple[Shape, int]:
+        """Return the shape of width `best_width` for the next step's chunks, and their tokens."""
+        width = self.best_width(remaining, max_tokens)
+        num_tokens = self._num_prefilled(width, remaining, max_tokens)
+        return self.chunks(len(remaining), width), num_tokens
+
+    def _num_prefilled(self, width: int, remaining: Sequence[int], max_tokens: int) -> int:
+        """Return how many tokens a step prefills in chunks of this width; see `best_width`."""
+        rows = remaining[: self.max_chunks(width)]
+        return min(sum(min(n, width) for n in rows), max_tokens)
 
     @cached_property
     def most_chunks(self) -> int:
