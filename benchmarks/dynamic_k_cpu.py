@@ -72,8 +72,7 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
     """Return the setup of the demo model. `others` replace fields of the setup."""
     fields = {
         "model": "demo-llama",
-        "method": "eagle3",
-        "drafter": "demo-llama-eagle3",
+        "drafter": {"method": "eagle3", "model": "demo-llama-eagle3"},
         "ks": KS,
         "batch_sizes": BATCHES,
         "max_tokens": settings.max_tokens,

@@ -190,7 +190,12 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 
 
 def load_llm(settings: BenchSettings, method: str) -> LLM:
-    """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps."""
+    """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps.
+
+    Chunks of prompts have one shape, because only decoding is timed.
+    """
+    batch_size = settings.batch_size
+    budget = step_budget(batch_size, settings.ks[-1])
     return LLM(
         settings.model,
         speculative_config=settings.speculation(method),
@@ -198,8 +203,9 @@ def load_llm(settings: BenchSettings, method: str) -> LLM:
         dtype=settings.dtype,
         quantization=settings.quantization,
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.batch_size,
-        max_num_batched_tokens=step_budget(settings.batch_size, settings.ks[-1]),
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=budget,
+        prefill_shapes=((batch_size, -(-budget // batch_size)),),
         compile_ahead=True,
         verbose=False,
         **asdict(settings.devices),
