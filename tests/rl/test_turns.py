@@ -6,24 +6,25 @@ import time
 from specjax.rl.turns import Turns
 
 
-def test_a_loop_lets_others_in():
-    """With a plain lock, the loop would nearly always get the lock again."""
-    turns, stop, rounds = Turns(), threading.Event(), []
+def test_a_thread_that_waits_comes_before_the_last_owner():
+    """With a plain lock, the owner would nearly always get the lock again."""
+    turns, order = Turns(), []
 
-    def loop():
-        while not stop.is_set():
-            with turns:
-                rounds.append(None)
-                time.sleep(0.002)
-
-    thread = threading.Thread(target=loop)
-    thread.start()
-    for _ in range(20):
+    def wait():
+        about_to_wait.set()
         with turns:
-            pass
-    stop.set()
-    thread.join()
-    assert len(rounds) < 20 * 4  # each waits for one round of the loop, give or take
+            order.append("waiting")
+
+    for _ in range(10):
+        about_to_wait, thread = threading.Event(), threading.Thread(target=wait)
+        with turns:
+            thread.start()
+            about_to_wait.wait(30)
+            time.sleep(0.02)
+        with turns:
+            order.append("owner")
+        thread.join(30)
+    assert order == ["waiting", "owner"] * 10
 
 
 def test_one_at_a_time_and_nothing_is_missed():
