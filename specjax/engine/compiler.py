@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # At least four threads, even on two cores, because XLA compiles parts of a program serially.
 MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
-FOR_SHAPES, FOR_ALL = 0.5, 0.9  # fractions of the memory maps that a process may have
+FOR_SHAPES, FOR_ALL = 0.75, 0.9  # fractions of the memory maps that a process may have
 NICENESS = 19  # the lowest priority, for threads whose programs no request waits for
 
 
