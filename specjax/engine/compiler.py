@@ -8,7 +8,7 @@ always have normal priority. For programs that are not urgent, XLA may therefore
 threads at a time (`xla_options.OPTIONS_BEHIND`).
 
 An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
-default. Programs that are not urgent are compiled only while at least half of the maps are free.
+default. Programs that are not urgent are compiled only while a quarter of the maps is free.
 """
 
 import logging
