@@ -19,10 +19,10 @@ class Text:
     name = "text"
 
     def __init__(self, score):
-        self.score = score
+        self.score, self.num_steps = score, 0
 
     def begin_step(self):
-        pass
+        self.num_steps += 1
 
     def continuation(self, sample, num_in_flight, count):
         return Continuation([1] * (num_in_flight + count), self.score)
@@ -56,6 +56,16 @@ def new_sequence(max_tokens=10**6):
 def test_a_score_that_is_no_number_is_refused():
     with pytest.raises(ValueError, match="source 'text': the score of its drafts is NaN"):
         run(Suggester([Text(math.nan)], K, "head"), new_sequence(), 1, of_text=0, of_drafter=0)
+
+
+@pytest.mark.parametrize("expects", [True, False])
+def test_a_source_is_told_of_each_step_once(expects):
+    source, sequence = Text(K), new_sequence()
+    suggester = Suggester([source], K, "head")
+    for number in range(1, 4):
+        if expects:
+            suggester.expect([sequence])
+        assert suggester.suggest([sequence], K) and source.num_steps == number
 
 
 def test_texts_come_back_after_a_time_without_use():

@@ -227,6 +227,21 @@ def test_a_lone_request_tries_as_many_drafts():
     assert {len(run) for run in runs if run} == {16}
 
 
+def test_a_try_that_slows_down_long_contexts_costs_all_of_its_longer_round():
+    """Half of the requests draft nothing, and their contexts are long: only K = 0 is fair.
+
+    Drafts would give more tokens per millisecond, but a try still costs 7.5 ms. Tries may take half
+    a per cent of the time, .05 ms per round.
+    """
+    ready = ReadyRequests(range(32), ["short", "long"] * 16, [100, 20_000] * 16, [5, 0] * 16)
+    load = DecodeLoad(32, sum(ready.lengths), requests=ready)
+    policy = adaptive(rates=HIGH, learns_cost=False, max_slowdown=0.01)
+    goodput = policy.goodput(load)
+    assert max(goodput, key=goodput.__getitem__) == 5
+    ks = [policy.choose(load) for _ in range(200)]
+    assert [i for i, k in enumerate(ks) if k] == [pytest.approx(149, abs=1)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_dead, batch", [
     (500, 1), (500, 256), slow(8_000, 1), slow(8_000, 16),
