@@ -1,4 +1,4 @@
-"""Finds the vector instructions of the CPU, on which the speed of products of few rows depends."""
+"""Finds the CPU's vendor and vector instructions, on which the speed of small products depends."""
 
 import functools
 from pathlib import Path
@@ -12,6 +12,12 @@ def cpu_instructions() -> str:
     """Return the widest vector instructions of the CPU, or "unknown" if Linux lists none."""
     flags = f"{cpuinfo('flags')} {cpuinfo('Features')}".split()
     return next((name for flag, name in INSTRUCTIONS.items() if flag in flags), "unknown")
+
+
+@functools.cache
+def cpu_vendor() -> str:
+    """Return the CPU's vendor as Linux calls it, like "AuthenticAMD", or an empty text."""
+    return cpuinfo("vendor_id")
 
 
 def cpuinfo(field: str) -> str:

@@ -27,12 +27,16 @@ def dense(num_in=24, parts=PARTS, dtype="float32"):
     return Dense(jnp.asarray(values, dtype), parts)
 
 
-@pytest.fixture(params=[("AVX-512", 64), ("AVX2", 16)])
-def columns(request, monkeypatch):
-    """The number of columns of a block on a CPU with certain vector instructions."""
-    instructions, num_columns = request.param
+def run_on(monkeypatch, vendor, instructions):
+    monkeypatch.setattr(matrix_module, "cpu_vendor", lambda: vendor)
     monkeypatch.setattr(matrix_module, "cpu_instructions", lambda: instructions)
-    return num_columns
+
+
+@pytest.fixture(params=[("AuthenticAMD", "AVX-512", 64), ("GenuineIntel", "AVX2", 16)])
+def columns(request, monkeypatch):
+    """The number of columns of a block on a certain CPU."""
+    run_on(monkeypatch, *request.param[:2])
+    return request.param[2]
 
 
 @pytest.mark.slow
@@ -113,7 +117,7 @@ def test_sums_are_of_the_type_that_is_asked_for():
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (4, 5)])
-def test_rows_may_have_several_axes(shape):
+def test_rows_may_have_several_axes(shape, columns):
     plain = dense()
     x = jnp.asarray(np.random.default_rng(2).normal(size=(*shape, 24)), jnp.float32)
     made = plain.on("cpu").multiply(x)
@@ -130,12 +134,18 @@ def test_only_few_rows_are_multiplied_by_blocks(num_rows, is_batch, columns):
 
 
 @pytest.mark.parametrize("given", [{"parts": (("q", 100),)}, {"dtype": "bfloat16"}])
-def test_a_matrix_without_whole_blocks_of_float32_stays_as_it_is(given):
+def test_a_matrix_without_whole_blocks_of_float32_stays_as_it_is(given, columns):
     weight = dense(**given)
     assert weight.on("cpu") is weight and not weight.changes_on("cpu", weight.values.dtype)
 
 
-def test_arrays_on_the_host_and_of_several_devices_stay_as_they_are():
+def test_an_intel_cpu_with_avx_512_multiplies_whole_matrices(monkeypatch):
+    run_on(monkeypatch, "GenuineIntel", "AVX-512")
+    weight = dense()
+    assert weight.on("cpu") is weight and not weight.changes_on("cpu", weight.values.dtype)
+
+
+def test_arrays_on_the_host_and_of_several_devices_stay_as_they_are(columns):
     plain = dense()
     values: Any = np.asarray(plain.values)
     host = Dense(values, PARTS)
@@ -147,7 +157,7 @@ def test_arrays_on_the_host_and_of_several_devices_stay_as_they_are():
 
 
 @pytest.mark.slow
-def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
+def test_only_what_changes_is_copied_and_only_of_a_small_model(columns, monkeypatch):
     tree = {"norm": jnp.ones(3), "up": dense(), "head": Table(jnp.ones((4, 3)))}
     made = weights_on("cpu", tree)
     assert made["norm"] is tree["norm"] and made["head"].values is tree["head"].values

@@ -11,19 +11,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.spec import Sections, projection
-from specjax.device.instructions import cpu_instructions
+from specjax.device.instructions import cpu_instructions, cpu_vendor
 from specjax.device.weights.weight import Weight, weight
 
 FEW_ROWS = 8  # maximum number of rows that are multiplied by blocks
 Parts = tuple[tuple[str, int], ...]
 
 
-def block_columns() -> int:
-    """Return the number of columns of a block: as many as XLA's products of few rows read at once.
+def block_columns() -> int | None:
+    """Return the number of columns of a block; None if this CPU multiplies faster without blocks.
 
-    The number depends on the vector instructions of this CPU.
+    XLA's products of few rows read 16 columns at a time, or 64 with AVX-512. Blocks of as many
+    columns were faster on AMD's CPUs with and without AVX-512, and slower on Intel's with AVX-512.
     """
-    return 64 if cpu_instructions() == "AVX-512" else 16
+    if cpu_instructions() != "AVX-512":
+        return 16
+    return 64 if cpu_vendor() == "AuthenticAMD" else None
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ class Dense(Matrix):
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
         """See `Weight`."""
-        has_blocks = self.values.shape[1] % block_columns() == 0
-        return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
+        if platform != "cpu" or np.dtype(dtype) != np.float32:
+            return False
+        columns = block_columns()
+        return columns is not None and self.values.shape[1] % columns == 0
 
     def on(self, platform: str) -> Matrix:
         """Return the matrix as `Blocks` if devices of `platform` then multiply few rows faster.
@@ -117,9 +122,10 @@ class Dense(Matrix):
         values = self.values
         if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
             return self
-        if not self.changes_on(platform, values.dtype):
+        columns = block_columns()
+        if columns is None or not self.changes_on(platform, values.dtype):
             return self
-        blocks = np.asarray(values).reshape(len(values), -1, block_columns()).swapaxes(0, 1)
+        blocks = np.asarray(values).reshape(len(values), -1, columns).swapaxes(0, 1)
         own = jax.device_put(np.array(blocks, order="C"), values.sharding)
         return Blocks(values, self.parts, self.axis, column_blocks=own)
 
