@@ -85,6 +85,7 @@ def main() -> None:
     """Measure all forms in turn, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    parser.add_argument("--result", default="few_rows_cpu", help="file; default: %(default)s")
     settings, source = parser.parse_args(), provenance()
     rng = np.random.default_rng(0)
     weights = [
@@ -127,7 +128,7 @@ def main() -> None:
             {"title": "Forms of the weights", "columns": columns, "rows": rows, "notes": [NOTE]}
         ],
     }
-    write_result(RESULTS / "few_rows_cpu.json", result)
+    write_result(RESULTS / f"{settings.result}.json", result)
 
 
 if __name__ == "__main__":
