@@ -203,6 +203,21 @@ class TestDrawnMethods:
         np.testing.assert_array_equal(verdict.num_accepted, legal_prefix(draft, target))
 
 
+def test_the_target_s_distribution_is_used_if_no_token_is_likelier_than_in_the_draft_s():
+    """p - q has no positive entry, as rounding may leave it; half of the drafts are rejected."""
+    _, target = case(12)
+    p = np.array(probs_of(target))[:, :-1]
+    tokens = p.argmax(-1)
+    q = p.copy()
+    np.put_along_axis(q, tokens[..., None], 2 * p.max(-1, keepdims=True), axis=-1)
+    verdict = run(Rejection(), draft_of(tokens, q), target)
+    rejected = np.flatnonzero(verdict.num_accepted < K)
+    rows = verdict.num_accepted[rejected]
+    emitted_here = verdict.tokens[rejected, rows]
+    assert len(rejected) > ROWS / 2 and set(emitted_here.tolist()) == set(range(V))
+    assert (p[rejected, rows, emitted_here] > 0).all()
+
+
 def test_the_coins_of_a_round_have_a_stream_of_their_own():
     """A coin depends on the round's first position and its index, so rounds share no coins."""
     _, target = case(11)
