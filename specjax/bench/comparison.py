@@ -205,7 +205,7 @@ def load_llm(settings: BenchSettings, method: str) -> LLM:
         max_model_len=settings.max_model_len,
         max_num_seqs=batch_size,
         max_num_batched_tokens=budget,
-        prefill_shapes=((batch_size, -(-budget // batch_size)),),
+        prefill_shapes=((batch_size, min(-(-budget // batch_size), settings.max_model_len)),),
         compile_ahead=True,
         verbose=False,
         **asdict(settings.devices),

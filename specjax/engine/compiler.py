@@ -8,7 +8,7 @@ always have normal priority. For programs that are not urgent, XLA may therefore
 threads at a time (`xla_options.OPTIONS_BEHIND`).
 
 An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
-default. Programs that are not urgent are compiled only while a quarter of the maps is free.
+default. Programs that are not urgent are compiled only while at least 35 % of the maps are free.
 """
 
 import logging
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # At least four threads, even on two cores, because XLA compiles parts of a program serially.
 MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
-FOR_SHAPES, FOR_ALL = 0.75, 0.9  # fractions of the memory maps that a process may have
+FOR_SHAPES, FOR_ALL = 0.65, 0.9  # fractions of the memory maps that a process may have
 NICENESS = 19  # the lowest priority, for threads whose programs no request waits for
 
 

@@ -5,7 +5,8 @@ as log-probabilities. Without `compile_ahead`, an engine begins with one shape f
 for rounds, and a variant that serves most requests. If the host waits at conditionals (see
 `Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
 suffice for any step, but small steps need much padding. A smaller shape is compiled in the
-background once the padding that it would avoid has cost about as much time as compiling it would.
+background once the padding and the steps that it would avoid have cost about as much time as
+compiling it would.
 If the programs of the smaller shape are on disk, they are read much sooner. Requests that need a
 new variant wait until it is compiled; other requests do not wait.
 """
@@ -209,7 +210,7 @@ class Repertoire:
         else:
             own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
-            part *= plan.num_tokens / max(plan.num_tokens, plan.better_tokens)  # in fewer steps
+            part *= plan.num_tokens / max(plan.num_tokens, plan.better_tokens)  # fewer steps
         needed = self._programs_for(programs_of, own, variant)
         self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 

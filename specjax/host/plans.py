@@ -116,6 +116,11 @@ class OpenStep:
     max_chunks: int
     chunks: list[Chunk] = field(default_factory=list)
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in the chunks."""
+        return sum(chunk.count for chunk in self.chunks)
+
 
 @dataclass
 class OpenRound:

@@ -234,7 +234,8 @@ class Scheduler:
         prefill = decode = rest = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
-            best = (None, 0) if has_all else self.all_shapes.best_chunks(remaining, max_tokens)
+            room = step.num_tokens + step.budget.fitting(max_tokens)  # left by the rounds
+            best = (None, 0) if has_all else self.all_shapes.best_chunks(remaining, room)
             prefill = PrefillPlan(tuple(step.chunks), *shape, *best)
         decoding, suggested = tuple(drafting.sequences), ()
         if decoding and self.suggester.sources:

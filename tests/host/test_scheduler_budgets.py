@@ -48,6 +48,21 @@ def test_two_budgets_cut_chunks(scheduled, batched, draft_slots, counts):
     assert scheduler.num_running == len(counts)
 
 
+def test_a_better_shape_has_no_more_of_the_budget_than_the_step_s_own():
+    """Rounds of 4 rows are taken off: after four of them, two chunks run no more than one does."""
+    config = make_config(
+        max_num_seqs=8, max_num_batched_tokens=32, num_pages=64, shapes=((1, 64), (8, 16))
+    )
+    for num_rounds, expected in (4, 16), (1, 28):
+        scheduler, _ = decoding(num_rounds, config, 3)
+        scheduler.shapes = replace(scheduler.all_shapes, prefill=((1, 64),))
+        for i in range(10, 14):
+            add(scheduler, i, 16)
+        plan = scheduler.schedule().prefill
+        assert plan.num_tokens == 16 and plan.better_shape == (8, 16)
+        assert plan.better_tokens == expected
+
+
 @pytest.mark.parametrize(
     "budget, draft_slots, num_rows",
     [(7, 0, 1), (8, 0, 2), (11, 0, 2), (12, 0, 3), (12, 1, 2), (12, 2, 2), (12, 3, 1)],

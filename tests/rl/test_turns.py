@@ -11,16 +11,17 @@ def test_a_thread_that_waits_comes_before_the_last_owner():
     turns, order = Turns(), []
 
     def wait():
-        about_to_wait.set()
         with turns:
             order.append("waiting")
 
     for _ in range(10):
-        about_to_wait, thread = threading.Event(), threading.Thread(target=wait)
+        thread = threading.Thread(target=wait)
         with turns:
             thread.start()
-            about_to_wait.wait(30)
-            time.sleep(0.02)
+            end = time.monotonic() + 30
+            while not turns._gate.locked():  # a thread that waits holds the gate
+                assert time.monotonic() < end
+                time.sleep(0.001)
         with turns:
             order.append("owner")
         thread.join(30)

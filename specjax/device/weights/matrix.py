@@ -26,7 +26,7 @@ def block_columns() -> int | None:
     """
     if cpu_instructions() != "AVX-512":
         return 16
-    return 64 if cpu_vendor() == "AuthenticAMD" else None
+    return None if cpu_vendor() == "GenuineIntel" else 64
 
 
 @dataclass(frozen=True)
