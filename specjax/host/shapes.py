@@ -59,7 +59,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> tuple[Shape, int]:
-        """Return the shape of width `best_width` for a step's chunks, and their number of tokens."""
+        """Return the shape of width `best_width` for chunks, and how many tokens it runs."""
         width = self.best_width(remaining, max_tokens)
         num_tokens = self._num_prefilled(width, remaining, max_tokens)
         return self.chunks(len(remaining), width), num_tokens
