@@ -17,6 +17,7 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.extras import Extras
 from specjax.device.verification import SeedExact
+from specjax.device.weights import matrix
 from specjax.engine import launcher
 from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
@@ -100,6 +101,18 @@ def count_new(engine, requests):
     before = engine.metrics().num_compilations
     engine.prepare(requests)
     return engine.metrics().num_compilations - before
+
+
+def test_matrices_in_blocks_give_the_same_tokens(monkeypatch):
+    """Which CPUs store them so depends on the vendor."""
+    outputs = []
+    for columns in None, 16:
+        monkeypatch.setattr(matrix, "block_columns", lambda columns=columns: columns)
+        engine = make_engine()
+        num_given = len(jax.tree.leaves(engine.programs.params))
+        assert (len(engine.programs._weights) > num_given) == (columns is not None)
+        outputs.append(run_all(engine, make_requests(engine, {})))
+    assert outputs[0] == outputs[1]
 
 
 # --- ahead of time --------------------------------------------------------------------------------
