@@ -301,24 +301,26 @@ TOKENS = np.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]], np.int32)
 DRAFTS = np.array([2, 1, 0, 1], np.int32)
 
 
-def numbered(count, num_top, first=0):
+def numbered(count, num_top, first=0, *, has_raw=False):
     """Return made-up log-probabilities.
 
-    Tokens' own values and their ranks count up from `first`.
+    Tokens' own values and their ranks count up from `first`. Raw values are 1000 more.
     """
     own, top = first + np.arange(count), np.zeros((count, num_top))
     ints = own.astype(np.int32), top.astype(np.int32)
-    return Logprobs(own.astype(np.float32), *ints, top.astype(np.float32))
+    raw = (own + 1000).astype(np.float32) if has_raw else None
+    return Logprobs(own.astype(np.float32), *ints, top.astype(np.float32), raw)
 
 
-def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE):
+def unpacked(plan, tokens, counts, drafts, prompts=None, variant=NOTHING_MORE, *, has_raw=False):
     """Pack the results of a step on the device, unpack them on the host, and return the rows."""
-    logprobs = pack_logprobs(numbered(tokens.size, variant.num_logprobs, 100), len(tokens))
+    made = numbered(tokens.size, variant.num_logprobs, 100, has_raw=has_raw)
+    logprobs = pack_logprobs(made, len(tokens))
     of_prompts = None if prompts is None else pack_logprobs(prompts, len(tokens))
     outputs = StepOutputs(tokens, np.array(counts, np.int32), drafts, logprobs, of_prompts)
     packed = np.asarray(jax.jit(pack_outputs)(outputs))
     assert packed.dtype == np.int32
-    return unpack_outputs(packed, plan, variant)
+    return unpack_outputs(packed, plan, variant, has_raw=has_raw)
 
 
 def test_outputs_round_trip():
@@ -333,13 +335,17 @@ def test_outputs_round_trip():
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in found + begun)
 
 
-def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
+@pytest.mark.parametrize("has_raw", [False, True])
+def test_prompt_logprobs_come_after_logprobs_that_nobody_wants(has_raw):
     """Prompt log-probabilities belong to the tokens after each row of the chunk."""
     plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 8, 8),), 1, WIDTH)
     variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
-    (row,) = unpacked(plan, TOKENS[:1, :1], (0,), DRAFTS[2:3], numbered(8, 3), variant)
+    prompts = numbered(8, 3, has_raw=has_raw)
+    step = plan, TOKENS[:1, :1], (0,), DRAFTS[2:3]
+    (row,) = unpacked(*step, prompts, variant, has_raw=has_raw)
     assert row.logprobs is None and row.start == 8
-    expected = [{9 + i: Logprob(float(i), i)} for i in range(8)]
+    raw = [1000.0 + i if has_raw else None for i in range(8)]
+    expected = [{9 + i: Logprob(float(i), i, None, raw[i])} for i in range(8)]
     assert row.prompt_logprobs == expected
 
 
