@@ -82,6 +82,21 @@ def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
         assert list(dict.fromkeys(i for i, _ in admissions(steps))) == order
 
 
+def test_requests_after_a_preempted_one_still_have_their_turn():
+    """The budget holds two of four rounds. In the 21st step, the turns are 1, 3, 0 and 2.
+
+    Request 1 needs the pages of 3 and 2. Request 0 still runs.
+    """
+    config = make_config(max_num_seqs=5, max_num_batched_tokens=10, num_pages=9, max_model_len=32)
+    scheduler = make_scheduler(config, 3)
+    for i, sizes in enumerate([(8, 19), (12, 18), (1, 20), (1, 14), (8, 4)]):
+        add(scheduler, i, *sizes)
+    for _ in range(20):
+        give(scheduler, step := scheduler.schedule())
+    assert rounds(step) == [0, 2] and scheduler.num_preemptions == 0
+    assert rounds(scheduler.schedule()) == [1, 0] and scheduler.num_preemptions == 2
+
+
 def test_exact_never_preempts_and_keeps_no_page_back():
     """A request needs at most 3 of 6 pages, so two requests always fit."""
     scheduler = make_scheduler(make_config(max_model_len=40, num_pages=6, exact=True), 3)
