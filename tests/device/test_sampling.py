@@ -14,7 +14,7 @@ from specjax.device.edits import History
 from specjax.device.logprobs import token_logprobs
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests, init_requests
-from specjax.device.sampling import choose, draw_draft, process
+from specjax.device.sampling import choose, draw_draft, process, scale
 from specjax.sampling_params import SamplingParams
 
 compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
@@ -139,6 +139,11 @@ def test_a_drafter_like_the_target_draws_its_tokens(temperatures):
     is_greedy, same = params.temperature == 0, np.asarray(other == whole)
     assert same[is_greedy].all()
     assert is_greedy.all() or not same[~is_greedy].all()
+
+
+def test_logits_are_divided_by_the_temperature_unless_it_is_zero():
+    scaled = scale(jnp.array([[2.0, -jnp.inf], [2.0, 1.0]]), sampling_of([0.5, 0.0]))
+    np.testing.assert_array_equal(scaled, [[4, -np.inf], [2, 1]])
 
 
 def test_what_drafts_were_drawn_from():
