@@ -1,7 +1,7 @@
 """The formats of pages with 8 bits per number.
 
-A pool with such a format holds x / s instead of x, as a number of 8 bits, and an array `scales` of
-f32 holds s. A pool of another dtype holds x itself and has no scales.
+To store a number x, a pool with such a format holds x / s in 8 bits, and an f32 array `scales`
+holds the scale s. A pool of another dtype holds x itself and has no scales.
 """
 
 from typing import Any, NamedTuple

@@ -267,10 +267,10 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
-    """Return bytes as bf16 numbers, four at a time, after a shift to the right by `shift` bits.
+    """Shift bytes to the right by `shift` bits, and convert them to bf16 numbers, four at a time.
 
     `code` is assembly that converts two bytes, which are the low bytes of both halves of the
-    register `a`. It may use registers whose names and values are in `constants`.
+    register `a`. The assembly can use registers whose names and values are in `constants`.
     """
     sets = "\n".join(f"mov.b32 {name}, {value:#x};" for name, value in constants.items())
     (found,) = plt.elementwise_inline_asm(
@@ -292,7 +292,7 @@ def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) 
 
 
 def e2m1(bits: jax.Array) -> jax.Array:
-    """Return the numbers f32 that u32 from 0 to 15 encode: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
+    """Return the f32 numbers of E2M1 codes u32, 0 to 15: 0, 0.5, 1, 1.5, 2, 3, 4, 6, -0, ..."""
     exponent, mantissa = (bits >> 1) & 3, bits & 1
     doubled = (2 + mantissa) << jnp.maximum(exponent, 1) >> 1
     twice = jnp.where(exponent > 0, doubled, mantissa).astype(jnp.float32)
@@ -361,8 +361,8 @@ def launch(
 ) -> tuple[Any, ...]:
     """Run a Triton function with jax_triton, and return the outputs.
 
-    `source` is the text of a module with the function `name`. `triton_call` explains the other
-    arguments.
+    `source` is the text of a module with the function `name`. `grid` is a result of `launch_grid`.
+    `options` has num_warps and num_stages. `triton_call` explains the other arguments.
     """
     import jax_triton  # pyright: ignore[reportMissingImports]
 

@@ -113,7 +113,8 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continue a request that another engine has begun. The request must have a single sample.
 
-        `before` is the other engine's output. Yield later outputs as in `generate_stream`.
+        `before` is the sample's last output from the other engine. Yield later outputs as in
+        `generate_stream`; cumulative outputs include `before`.
 
         Raises:
             ValueError: as for `generate_stream`, or the parameters ask for several samples.
@@ -250,7 +251,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return max(self._llm.engine.engines[0].scheduler.policy.choices)
 
     def is_alive(self) -> bool:
-        """Return whether the engine runs, or waits for requests. False after a fatal error."""
+        """Return whether the engine accepts requests. False if closed, or after a fatal error."""
         return self._thread.is_alive() and not self._is_closing
 
     async def compile_grammar(self, outputs: StructuredOutputs) -> None:
@@ -272,7 +273,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return await self._ask(self._llm.reset_prefix_cache)
 
     async def sleep(self, level: int = 1) -> None:
-        """Free device memory until `wake_up`, as `LLM.sleep` does. No request may be unfinished."""
+        """Free device memory until `wake_up`; see `LLM.sleep`. All requests must have finished."""
         await self._ask(self._llm.sleep, level)
 
     async def wake_up(self) -> None:

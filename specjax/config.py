@@ -51,7 +51,7 @@ class SpeculativeConfig:
             corpora).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
-        sources: further sources of drafts: () or ["suffix"]. A mapping may name the field "with".
+        sources: further sources of drafts: () or ["suffix"]. A mapping can also call it "with".
             In a step, a request uses the source from which most accepted drafts are expected.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
@@ -82,7 +82,7 @@ class SpeculativeConfig:
         kv_cache_dtype: dtype of the drafter's pages, see `LLM`; None for the target's.
         head_dtype: "fp8" or "int8" quantises the output head that drafts come from. If this is the
             target's head, the drafter gets a copy, and the target keeps its own.
-        quantization: "fp8", "int8" or "int4" quantises the drafter's other projections, see `LLM`.
+        quantization: "fp8", "int8" or "int4" quantises the drafter's other layers, see `LLM`.
     """
 
     method: str
@@ -256,7 +256,7 @@ class EngineConfig:
 
     Attributes:
         max_model_len: maximum number of tokens of a request, including the prompt.
-        max_num_seqs: maximum number of requests that run at the same time.
+        max_num_seqs: maximum number of samples (n per request) that run at the same time.
         max_num_batched_tokens: maximum number of tokens per step, with drafters' extra tokens.
         max_num_scheduled_tokens: maximum number of tokens per step without these extra tokens; None
             for max_num_batched_tokens.
@@ -366,6 +366,8 @@ class EngineConfig:
 
     def check_budgets(self, max_drafts: int, draft_slots: int) -> None:
         """Refuse token budgets that are too small for one request's round or chunk of a prompt.
+
+        `draft_slots` is the number of extra tokens that the drafter runs per request.
 
         Raises:
             ValueError: a budget is too small; the message says by how much to raise it.

@@ -49,12 +49,12 @@ class LLM(CorpusMethods, VllmMethods):
         speculative_config: a `SpeculativeConfig`, or a mapping of its fields; None for no drafts.
         dtype: dtype of weights and caches, "float32" (or "float") or "bfloat16"; "auto" is the
             checkpoint's dtype on a GPU, float32 on a CPU.
-        quantization: numbers to which a plain checkpoint's projections are rounded while loading:
-            "fp8" (e4m3) or "int8", with a scale per output, or "int4", with a scale per 128 inputs.
+        quantization: format to which linear layers of an unquantised checkpoint are rounded: "fp8"
+            (e4m3) or "int8", with a scale per output, or "int4", with a scale per 128 inputs.
         max_model_len: maximum number of tokens of a request, including the prompt; None for the
             model's limit, on a CPU at most 8192.
-        max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU
-            (fewer if its memory holds fewer recurrent states), 16 on a CPU.
+        max_num_seqs: maximum number of samples (n per request) that run together; None for 256 on a
+            GPU (fewer if its memory holds fewer recurrent states), 16 on a CPU.
         max_num_batched_tokens: maximum number of tokens per step, including the extra tokens that
             some drafters run; None for 8192 on a GPU, 512 on a CPU.
         max_num_scheduled_tokens: maximum number of tokens per step, without drafters' extra tokens;
@@ -76,8 +76,8 @@ class LLM(CorpusMethods, VllmMethods):
         async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile the programs of all shapes before requests run. Speed and
-            rounding then do not change while serving. By default, requests run padded in the first
-            shapes, and better shapes are compiled in the background.
+            rounding then do not change while serving. By default, only a few shapes are compiled
+            first. Requests are padded to them while others are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds are
             padded to one shape: at least `max_num_seqs` requests, with 8 or more tokens each.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
@@ -322,7 +322,7 @@ class LLM(CorpusMethods, VllmMethods):
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Clear the prefix cache and return True. While requests run, only return False."""
+        """Clear the prefix cache and return True. While requests run, do nothing: return False."""
         with self._lock:
             self._check_open()
             if not self.engine.has_work:

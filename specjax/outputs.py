@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability in the target's distribution, and its rank (1: most likely)."""
+    """A token's log-probability and rank (1: most likely); see `LLM`'s option `logprobs_mode`."""
 
     logprob: float
     rank: int
     decoded_token: str | None = None
-    raw_logprob: float | None = None  # in the model's own distribution, if requested
+    raw_logprob: float | None = None  # in "raw" mode, if logprobs_mode is "both"
 
 
 TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the most likely
@@ -31,8 +31,8 @@ class ToolCall:
         name: the function's name.
         arguments: JSON text. The text is not valid JSON if the model wrote invalid or incomplete
             JSON.
-        id: an id to repeat in the message with the function's answer. Calls that differ only in
-            their ids are equal.
+        id: the id of the call. The message with the function's result must repeat this id. Calls
+            that differ only in their ids are equal.
     """
 
     name: str
@@ -97,8 +97,8 @@ class RequestMetrics:
         scheduled_ts: when the first sample was first scheduled in a step; None before that.
         first_token_ts: when the first token was read; None before that.
         last_token_ts: when the latest token was read; None before the first token.
-        rounds: the number of drafts and of accepted drafts for each round with drafts, of all
-            samples; empty until the request has finished.
+        rounds: a pair (number of drafts, number of accepted drafts) for each round with drafts, of
+            all samples; empty until the request has finished.
     """
 
     num_generation_tokens: int

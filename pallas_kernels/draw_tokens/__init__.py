@@ -1,10 +1,10 @@
 """Samples one token per row of logits.
 
-    token = argmax_v (logits_v / T + g_v)
+    token = argmax_v (logits_v / temperature + g_v)
     g_v = -log(-log u_v), where u_v is uniform in (0, 1)
 
-This samples from softmax(logits / T) (the Gumbel-max trick). At temperature 0 the token is the
-plain argmax. Ties go to the first token. A row without a possible token gives -1.
+This samples from softmax(logits / temperature) (the Gumbel-max trick). At temperature 0 the token
+is the plain argmax. Ties go to the first token. A row without a possible token gives -1.
 
 The noise g_v is counter-based: it is a function of the request's seed, the stream, the counters
 (for example the token's position) and v. It does not depend on the row, the batch, or the number of
@@ -81,7 +81,7 @@ def draw_scored(
     """Return one token i32[N] per row, and its score f32[N], for one part of a larger vocabulary.
 
     The part has V tokens, starting with token `first` (i32[], a multiple of 64). The returned
-    tokens are ids in the larger vocabulary. The score of a token is logits / T + noise, or its
+    tokens are ids in the larger vocabulary. A token's score is logit / temperature + noise, or the
     logit at temperature 0. If every part of a vocabulary is sampled like this, the token with the
     highest score is the token that `draw_tokens` samples from the whole vocabulary.
 

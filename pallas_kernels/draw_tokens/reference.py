@@ -76,7 +76,7 @@ def argmax(logits: jax.Array) -> jax.Array:
 def scored_argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the token i32[N] of `argmax` for each row, and the token's logit f32[N].
 
-    If a row has no possible token, its logit is NaN if the row has a NaN, else -inf.
+    For a row without a possible token, the results are -1, and NaN if the row has a NaN, else -inf.
     """
     token = argmax(logits)
     score = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)[..., 0]

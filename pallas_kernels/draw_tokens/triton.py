@@ -27,7 +27,7 @@ PARITY = 0x1BD11BDA
 class DrawTuning:
     """Tuning of the kernel that finds the best token of every tile.
 
-    The fields are the number of tokens per tile (a multiple of 64), and of warps per program.
+    The fields are the tokens per tile (a multiple of 64), and the warps per program.
 
     By default, a row of 128k tokens has 32 tiles, so a few rows fill the GPU.
     """
@@ -52,7 +52,11 @@ def draw_tokens_triton(
     config: DrawTuning = DEFAULT,
     interpret: bool = False,
 ) -> Any:
-    """See `draw_tokens`, or `draw_scored` if `first` is not None."""
+    """See `draw_tokens`, or `draw_scored` if `first` is not None.
+
+    Raises:
+        UnsupportedError: the logits are not float32.
+    """
     if logits.dtype != jnp.float32:
         raise UnsupportedError(f"logits are {logits.dtype}; float32 is supported")
     num_rows, num_tokens = logits.shape

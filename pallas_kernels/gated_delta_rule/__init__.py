@@ -87,7 +87,7 @@ def gated_delta_rule(
             the cache's `max_pending`, M.
         folds: true for prompts, whose tokens cannot be rejected. Then the new tokens are folded
             into the state, too, and no tokens are pending afterwards. Columns of the rings that no
-            later call may read are filled with NaN. A long prompt is computed in chunks, by matrix
+            later call reads are filled with NaN. A long prompt is computed in chunks, by matrix
             products (the WY form). If false, a request has at most M real rows.
         eps: eps of the output norm.
         kernels: implementation to use, see `dispatch.run`.

@@ -16,7 +16,7 @@ einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, p
 
 
 class Tokens(NamedTuple):
-    """Inputs of the gated delta rule for T tokens. All arrays are f32."""
+    """T tokens, after the convolution, for the recurrence. All arrays are f32."""
 
     q: jax.Array  # [B, T, H_v, D_k]
     k: jax.Array  # [B, T, H_v, D_k]
@@ -179,10 +179,10 @@ def _keep_history(
 def split_inputs(
     x: jax.Array, weights: DeltaRuleWeights, heads: Heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return q | k | v [B, T, C], the output gate z [B, T, H_v, D_v], and g and beta.
+    """Return q | k | v [B, T, C] before the convolution, the output gate z, and g and beta.
 
-    They are split from the projection x [B, T, C + H_v D_v + 2 H_v]. g and beta are stacked as
-    f32[B, T, 2, H_v].
+    x [B, T, C + H_v D_v + 2 H_v] is the output of the input projection. z is [B, T, H_v, D_v]. g
+    and beta are stacked as f32[B, T, 2, H_v].
     """
     inner = heads.num_values * heads.value_dim
     ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
@@ -227,9 +227,10 @@ def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
 
 
 def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
-    """Return the inputs of the rule, with q, k and v for each value head.
+    """Return the `Tokens`, with q, k and v for each value head.
 
-    q, k and v are split from the channels y f32[B, T, C]. `gates` f32[B, T, 2, H_v] are g and beta.
+    q, k and v are split from the channels y f32[B, T, C], the result of `convolve`. `gates`
+    f32[B, T, 2, H_v] are g and beta.
     """
     batch, length, _ = y.shape
     key_channels = heads.num_keys * heads.key_dim

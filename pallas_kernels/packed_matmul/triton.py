@@ -26,8 +26,8 @@ from pallas_kernels.triton_call import store, triton_call
 DTYPES = "bfloat16", "float32"
 MIN_HALF = 16  # the depth of a tensor core's product
 
-# Keys are the maximum of rows. The depth of a tile follows from the group, the splits from the
-# matrix.
+# Keys are maximum numbers of rows. The depth of a tile follows from the size of a group, and the
+# number of splits from the size of the matrix.
 BFLOAT16 = {
     16: ScaledMatmulTuning(16, 64, 128, 1, 4, 4),
     32: ScaledMatmulTuning(32, 64, 128, 1, 4, 4),

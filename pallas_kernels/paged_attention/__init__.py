@@ -5,9 +5,10 @@ For query row t of request b at absolute position p = positions[b, t]:
     out[b, t, h] = sum_j w_j V_j[h // G]
     w_j = softmax_j(f(q[b, t, h] . K_j[h // G] / sqrt(D)))
 
-over o - window < j <= p, where o is origins[b, t], or p without origins. G = H / H_kv query heads
-share a key head. K and V are the keys and values in the pool, which already contains the new
-tokens. Token j of request b is in page `page_table[b, j // page_size]` at offset `j % page_size`.
+over 0 <= j <= p. With a window, only o - window < j <= p, where o is origins[b, t], or p without
+origins. G = H / H_kv query heads share a key head. K and V are the keys and values in the pool,
+which already contains the new tokens. Token j of request b is in page
+`page_table[b, j // page_size]` at offset `j % page_size`.
 
 f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator has one
 more term, exp(sinks[h]), so the weights sum to less than 1. A pool of 8-bit numbers (see

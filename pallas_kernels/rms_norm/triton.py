@@ -22,7 +22,11 @@ def add_rms_norm_triton(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """See `add_rms_norm`."""
+    """See `add_rms_norm`.
+
+    Raises:
+        UnsupportedError: D is above `MAX_DIM`.
+    """
     num_rows, dim = x.shape
     if dim > MAX_DIM:
         raise UnsupportedError(f"x has rows of D={dim}; at most {MAX_DIM} are supported")

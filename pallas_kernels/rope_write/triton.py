@@ -48,7 +48,11 @@ def rope_write_triton(
     config: RopeWriteTuning = DEFAULT,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """See `rope_write`."""
+    """See `rope_write`.
+
+    Raises:
+        UnsupportedError: the kernel does not support D, or the dtype or size of the pool.
+    """
     page_size, _, num_kv_heads, dim = kv.shape[2:]
     half = cos.shape[-1]
     if dim & (dim - 1) or dim < 16:

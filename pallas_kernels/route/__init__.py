@@ -1,7 +1,7 @@
 """The routes of a mixture of experts: the experts of each row, and the rows of each expert.
 
 For logits l [N, E], the scores s are softmax(l) or sigmoid(l). A row's C experts are the experts
-with the largest scores. With sigmoids, a correction may be added to the scores for this choice, but
+with the largest scores. With sigmoids, a correction can be added to the scores for this choice, but
 not for the weights (DeepSeek-V3, section 2.1.2). The weights are
 
     w_c = scaling s_c, or scaling s_c / sum_c s_c if the rule normalises

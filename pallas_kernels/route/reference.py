@@ -9,7 +9,7 @@ import jax.numpy as jnp
 class Rule(NamedTuple):
     """How a router chooses experts and computes their weights.
 
-    Experts may be divided into groups. A row then chooses experts only from its best groups. Groups
+    If there are several groups of experts, a row chooses experts only from its best groups. Groups
     are ranked by the sum of the two best scores in each group.
     """
 

@@ -47,8 +47,8 @@ MAX_PROGRAMS = 400  # if they share the depth: three for each of an H100's multi
 MIN_DEPTH = 16  # smallest depth of a product on tensor cores
 MIN_TILES = 4  # of the depth, for each program
 # With more rows, as prompts have, XLA multiplies by the dequantised matrix. On an H100 the kernel
-# that dequantises takes as long as reading the matrix four times; where this begins to pay is an
-# estimate.
+# that dequantises takes as long as reading the matrix four times. The number of rows from which XLA
+# is faster is an estimate.
 MAX_ROWS = 512
 
 
@@ -65,8 +65,8 @@ def with_splits(
 ) -> ScaledMatmulTuning:
     """Return `config` with `num_splits`, the number of programs that compute one tile together.
 
-    If there are few tiles, several programs share a tile, so that the whole GPU has work. Each sums
-    over a part of the `depth` inputs.
+    If there are few tiles, several programs share a tile, so that the whole GPU has work. Each of
+    these programs sums over a part of the `depth` inputs.
     """
     blocks = pl.cdiv(num_rows, config.block_rows) * pl.cdiv(num_columns, config.block_columns)
     tiles = pl.cdiv(depth, config.block_depth)

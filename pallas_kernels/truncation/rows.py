@@ -63,7 +63,8 @@ def select_kernel(
 ):
     """Find a row's threshold among its candidates, and exclude candidates below the threshold.
 
-    Nothing is done if the row has more than a few candidates.
+    Do nothing if the row has more than `few` candidates, if a tile has no room for its candidates,
+    or if neither top_k nor top_p excludes tokens.
     """
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)

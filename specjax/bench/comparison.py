@@ -89,7 +89,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure plain decoding and the configurations in `shown`, which take turns.
+        """Measure plain decoding and the configurations in `shown`. All of them take turns.
 
         After an interrupt, the figures of completed rounds are kept.
         """
@@ -192,7 +192,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 def load_llm(settings: BenchSettings, method: str) -> LLM:
     """Load an `LLM` for a drafting method or for `PLAIN`, and compile all of its steps.
 
-    Chunks of prompts have one shape, because only decoding is timed.
+    Prefill steps have a single shape, because only decoding is timed.
     """
     batch_size = settings.batch_size
     budget = step_budget(batch_size, settings.ks[-1])

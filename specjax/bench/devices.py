@@ -14,7 +14,7 @@ P = TypeVar("P", bound=Policy)
 
 @dataclass(frozen=True, kw_only=True)
 class Devices:
-    """The options of an `LLM` that divide a model over devices or replicate it."""
+    """The options of an `LLM` for several devices. The `LLM` class explains each option."""
 
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Describe the devices: their name `device`, and the number and use of several devices."""
+        """Return the name `device`; for several devices, also their number and these options."""
         if self.num_devices == 1:
             return device
         parts = [

@@ -1,4 +1,4 @@
-"""Describes the versions and the hardware on which a benchmark runs."""
+"""Reads the versions of packages, JAX's devices and the processor, for benchmark reports."""
 
 import os
 import platform

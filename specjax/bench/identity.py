@@ -1,8 +1,9 @@
 """Compares the tokens of two runs, and tells rounding differences from real mismatches.
 
-In float32, logits of programs of different shapes differ by up to 4e-5. This can swap the two best
-scores of a token if they are very close. Two runs may then diverge at that token, and their later
-tokens cannot be compared. Such near-ties are counted. Any other difference is a mismatch.
+In float32, the logits of two programs with different shapes differ by up to 4e-5. If the two best
+candidates for a token have very close scores, this can swap them. Two runs can then diverge at that
+token, and their later tokens cannot be compared. Such a difference counts as a near-tie. Any other
+difference is a mismatch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,10 @@ from specjax.train.context import CausalRows
 
 @dataclass
 class Identity:
-    """The result of comparing the outputs of two runs."""
+    """The result of comparing the outputs of two runs.
+
+    `near_ties` and `mismatches` hold a sentence for each output that differs.
+    """
 
     num_outputs: int = 0
     num_tokens: int = 0  # tokens compared, up to each output's first difference

@@ -139,7 +139,7 @@ def measure(
     configurations: Sequence[Configuration],
     batches: Iterable[Sequence[Request]],
 ) -> Iterator[Round]:
-    """Run one round per batch, and yield its runs.
+    """Run one round per batch of requests. Yield the runs of each round, by configuration.
 
     Each round begins with another configuration than the round before. `engines` holds the engine
     of each method.

@@ -1,4 +1,4 @@
-"""Runs prompts through an `LLM` in this process, and reads its counters of speculation."""
+"""Runs prompts through an `LLM` in this process, and reads the LLM's counts of drafts."""
 
 import time
 from collections import Counter, defaultdict
@@ -49,7 +49,10 @@ class Timed:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRun:
-    """The result of one pass over the prompts."""
+    """The result of one pass over the prompts.
+
+    `before` and `after` are the engine's metrics before and after the pass.
+    """
 
     seconds: float
     records: Sequence[Record]
@@ -97,7 +100,7 @@ class Offline:
         return SamplingParams(**{"detokenize": False, **own, **self.sampling})
 
     def generate(self, queries: Sequence[Query]) -> BatchRun:
-        """Generate all prompts at once."""
+        """Run all prompts at once, and time them together."""
         prompts = [list(query.token_ids or ()) for query in queries]
         params = [self.params(query) for query in queries]
         before, begun = self.llm.metrics(), time.monotonic()
@@ -144,7 +147,7 @@ class Offline:
 
 
 def _record(query: Query, output: RequestOutput, begun: float) -> Record:
-    """Return the record of an output. `begun` is when its batch began."""
+    """Return the record of an output. `begun` is the `time.monotonic()` when the batch began."""
     sample, times = output.outputs[0], output.metrics
     record = Record(
         index=query.index,

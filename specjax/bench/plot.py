@@ -8,7 +8,10 @@ from matplotlib.figure import Figure
 
 
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Write a PNG with the time per output token and the regret of each policy, by batch size."""
+    """Write a PNG with the time per output token and the regret of each policy, by batch size.
+
+    The regret is the fraction of throughput that a policy loses against the best static K.
+    """
     batches = report["batches"]
     sizes = [int(batch) for batch in batches]
     figure = Figure(figsize=(10, 4), layout="constrained")

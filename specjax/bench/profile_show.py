@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """Return the batch sizes in the list `given`, or those of the profile if `given` is None."""
+    """Parse the batch sizes in `given`, like 1,4,16. If None, return the profile's batch sizes."""
     if given is None:
         return sorted(profile.step_ms)
     try:

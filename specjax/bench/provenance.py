@@ -1,4 +1,4 @@
-"""Describes what a benchmark ran on: versions, device, clocks, processor, commit."""
+"""Adds the GPU's clocks and the commit of the source code to the description in `environment`."""
 
 import platform
 import subprocess
@@ -32,7 +32,8 @@ def describe_client() -> dict[str, Any]:
     """Return what `describe` returns, without initialising JAX's devices.
 
     JAX would reserve GPU memory, which a server on this machine may need. The GPUs are read
-    from nvidia-smi, which also lists GPUs that the server does not use.
+    from nvidia-smi, which also lists GPUs that the server does not use. Without nvidia-smi, the
+    machine is described as a CPU.
     """
     names = (_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader") or "").splitlines()
     return {

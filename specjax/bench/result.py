@@ -155,8 +155,8 @@ class Peer:
     Attributes:
         figures: the peer's figures, under the same keys as this engine's at the top level.
         ratios: this engine's figure divided by the peer's, by key.
-        outputs: how many outputs had the same tokens: {"num_compared", "num_same",
-            "first_differences"}; None if tokens were sampled or not returned.
+        outputs: how many outputs are the same; see `compare_outputs` in `peers.peer`. None if no
+            request was completed by both engines.
         rounds: the peer's figures in each repetition of the run.
     """
 
@@ -184,8 +184,9 @@ class Details:
         rounds: the main figures of each repetition, under their keys at the top level.
         distributions: `Distribution` by name: ttft_ms, tpot_ms, itl_ms, e2el_ms, queue_ms,
             tokens_per_chunk; None if there are no measurements.
-        steady: figures of the steady window, when the number of running requests is about constant.
-            It begins when every request has its first token, and ends when the first request ends.
+        steady: figures of the steady window, in which the number of running requests is about
+            constant. The window begins when every request has its first token, and ends when the
+            first request ends.
             If a request ends before another one has its first token, the window is the middle of
             the run. `serve` only.
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
@@ -195,8 +196,8 @@ class Details:
             histogram: the number of rounds with each K since the start of the run.
         warm_up: how the engine was warmed up (see `WarmUp`); None if it was not. `latency` and
             `throughput` only.
-        num_compiles: programs that became ready during the measurement. For `serve`, programs that
-            requests waited for; None if the server does not report it.
+        num_compiles: number of programs that became ready during the measurement. For `serve`, the
+            number of programs that requests waited for; None if the server does not report it.
         failures: number of failed requests by error.
         lossless: outputs compared with plain decoding: {"num_outputs", "num_tokens", "near_ties",
             "mismatches"}.

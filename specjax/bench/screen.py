@@ -79,7 +79,8 @@ class Lines(Screen):
 class Terminal(Screen):
     """Draws the table so far, and below it a bar for the current work.
 
-    Only calls of methods draw the screen. A drawing thread would disturb the measurement.
+    The screen is drawn only during calls of its methods, because a drawing thread would disturb the
+    measurement.
     """
 
     def __init__(self, live: Live):
@@ -143,12 +144,12 @@ class Terminal(Screen):
 
 @contextmanager
 def open_screen(names: Sequence[str], stream: TextIO, *, has_table: bool) -> Iterator[Screen]:
-    """Open the screen that suits `stream`.
+    """Yield a `Terminal` if `stream` is a terminal that can be drawn on, else `Lines`.
 
     Args:
         names: names of all rows that will be shown.
-        has_table: whether to show the table. If False, only the current work is shown, as log
-            lines.
+        has_table: whether to show the table. If False, the screen is a `Lines` that only logs the
+            current work.
     """
     console = Console(file=stream)
     if not has_table or not can_draw(console):

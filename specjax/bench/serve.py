@@ -1,4 +1,4 @@
-"""`specjax bench serve`: sends requests to a server at a rate, and measures the answers."""
+"""`specjax bench serve`: sends requests to a server at a rate, and measures the responses."""
 
 import asyncio
 import time
@@ -92,8 +92,9 @@ async def _compiled(endpoint: Endpoint) -> None:
 def top(settings: LoadSettings, traffic: Traffic, detailed: bool) -> dict[str, Any]:
     """Return the figures of a run, under the keys that `vllm bench serve` uses.
 
-    The JSON result has these figures after the settings that `head` returns. `detailed` adds vLLM's
-    lists with an entry per request.
+    The JSON result has these figures after the settings that `head` returns. Two lists with an
+    entry per request are always included: `latencies` and `queue_times`. `detailed` adds vLLM's
+    other lists.
     """
     records, complete = traffic.records, traffic.complete
     found = goodput(settings.limits, complete, len(records), traffic.duration)
@@ -141,9 +142,9 @@ def fill(details: Details, settings: LoadSettings, traffic: Traffic) -> None:
 
 
 def speculation(traffic: Traffic) -> Speculation | None:
-    """Return counts and times of speculation from the server's metrics and answers.
+    """Return counts and times of speculation from the server's metrics and responses.
 
-    Return None if neither the metrics nor the answers have such counts.
+    Return None if neither the metrics nor the responses have such counts.
     """
     growth, groups = traffic.growth, by_group(traffic.records)
     if growth is None:
@@ -195,8 +196,8 @@ def verify(endpoint: Endpoint, queries: Sequence[Query], traffic: Traffic) -> di
 def head(settings: LoadSettings, **known: Any) -> dict[str, Any]:
     """Return the date and the settings of a run, under the keys that `vllm bench serve` uses.
 
-    They are the first fields of a result. As in vLLM, an infinite rate becomes "inf". If requests
-    arrive as in a trace, the rate is "trace".
+    These fields come first in the JSON result. As in vLLM, an infinite rate becomes "inf". If
+    requests arrive as in a trace, the rate is "trace".
     """
     arrivals = settings.arrivals
     rate = arrivals.rate if arrivals.rate != float("inf") else "inf"

@@ -17,7 +17,8 @@ class BenchSettings:
     """Options of `specjax bench`.
 
     Args:
-        drafters: the drafters to measure, as speculative configs without K, by name in results.
+        drafters: the drafters to measure, as speculative configs without K. The keys are the
+            names of the drafters in results.
     """
 
     model: str

@@ -71,7 +71,7 @@ def bench(
     """Run the policy and the oracle on the same requests, for each seed.
 
     The oracle knows the true rates, and takes the best K in every round. A policy's regrets are
-    fractions of the oracle's goodput. They are reported per seed, as the mean over seeds, and per
+    fractions of the oracle's goodput. The report has them per seed, as the mean over seeds, and per
     batch size. The regret of a batch size covers the time that all seeds spent at that size.
     """
     batches = growing(1, max(profile.step_ms), 2)

@@ -106,7 +106,7 @@ def read_drafters(
     *,
     takes_all: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Map the name of each drafter in results to its speculative config without K.
+    """Return the speculative config of each drafter, without K, by the drafter's name in results.
 
     If no drafter is given, return the drafters of a demo model, or an empty dict for other models.
 

@@ -13,7 +13,7 @@ from specjax.engine.log import Pace, can_draw, get_log
 def stages(
     total: int, *, show_progress: bool, work: str = "measuring"
 ) -> Iterator[Callable[[str], None]]:
-    """Show on stderr which of `total` runs begins. The verb `work` says what a run does.
+    """Show on stderr which of `total` runs begins. `work` says what a run does, like "measuring".
 
     Yield a function that must be called with the name of each run when it begins.
     """

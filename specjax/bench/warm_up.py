@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from specjax.bench.datasets.queries import Query
 from specjax.bench.offline import Offline
 
-ALLOWED = 0.05  # of a run's time, lost without programs that are then left out
+ALLOWED = 0.05  # fraction of a run's time that missing programs may cost without being compiled
 MAX_SECONDS = 120.0
 
 

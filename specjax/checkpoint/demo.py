@@ -42,14 +42,15 @@ def demo_folders() -> dict[str, Path]:
 
 
 def demo_folder(name: str) -> Path:
-    """Return the folder of a demo checkpoint."""
+    """Return the folder of the demo `name`. Raises KeyError if this demo is not available."""
     return demo_folders()[name]
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return a speculative config. If it lacks a "model", the demo's drafter becomes its "model".
+    """Return the speculative config `config`, with a demo drafter as its "model" if it has none.
 
-    `config` is returned unchanged unless `target` is a demo with a separate drafter for the method.
+    `target` is the name of the target model. `config` is returned unchanged unless `target` is a
+    demo that has a separate drafter for the config's "method".
     """
     drafters = DRAFTERS.get(target or "", {})
     found = drafters.get(config.get("method") or "")

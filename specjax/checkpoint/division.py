@@ -24,8 +24,8 @@ from specjax.checkpoint.stored_tensor import read_partly
 class Share(NamedTuple):
     """The division of `total` units (such as heads, columns or tokens) over devices.
 
-    Device d takes `counts[d]` units, beginning with unit `starts[d]`. Zeros are appended to these
-    units, so that all devices have `size` units.
+    Device d takes `counts[d]` units, beginning with unit `starts[d]`. These units are then padded
+    with zeros to `size` units, the same number on all devices.
     """
 
     total: int
@@ -37,8 +37,8 @@ class Share(NamedTuple):
 def even(total: int, num_devices: int, multiple: int = 1) -> Share:
     """Return a share in which each device takes consecutive units, in the order of devices.
 
-    Each device has the same number of units, a multiple of `multiple`. If there are too few units,
-    zeros are appended to the units of the last devices.
+    The parts of all devices have the same size, a multiple of `multiple`. If there are too few
+    units, the parts of the last devices are padded with zeros.
     """
     size = multiple * -(-total // (multiple * num_devices))
     starts = [min(i * size, total) for i in range(num_devices)]
@@ -48,7 +48,7 @@ def even(total: int, num_devices: int, multiple: int = 1) -> Share:
 def first_only(num_devices: int) -> Share:
     """Return a share in which the first device takes everything, and all other devices have zeros.
 
-    A bias is divided like this if a sum over devices follows, so that the sum includes it once.
+    A bias is divided like this if a sum over devices follows. The sum then has the bias only once.
     """
     return Share(1, 1, (0,) * num_devices, (1, *(0,) * (num_devices - 1)))
 
@@ -56,11 +56,11 @@ def first_only(num_devices: int) -> Share:
 def grouped(
     num_heads: int, num_groups: int, num_devices: int, *, may_copy: bool = True
 ) -> tuple[Share, Share]:
-    """Return how devices divide `num_heads` query heads, and their `num_groups` key heads.
+    """Return the share of `num_heads` query heads, and the share of `num_groups` key heads.
 
     A group of query heads shares a key head, and a device must have the key heads of its query
-    heads. Usually each device takes some key heads, each with all of its query heads. The last
-    devices may take fewer heads. Heads of zeros then fill their arrays.
+    heads. Usually each device takes some key heads, each with all query heads of its group. The
+    last devices can get fewer heads, which are then padded with heads of zeros.
 
     If there are 2, 3, ... times as many devices as key heads and `may_copy` is true, several
     devices have a copy of the same key head, and divide its query heads.
@@ -89,8 +89,8 @@ def _scaled(share: Share, factor: int) -> Share:
 class Cut:
     """The division of one axis of a file tensor over devices.
 
-    `sections` has a pair for each section of the axis: the section's share and its number of rows.
-    Every device takes all rows of a section whose share is None.
+    `sections` has a pair (share, number of rows) for each section of the axis. Every device takes
+    all rows of a section whose share is None.
     """
 
     axis: int
@@ -103,12 +103,12 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """The size of the axis in each device's part, including appended zeros."""
+        """The size of the axis in each device's part, including padding."""
         return sum(size for _, _, size in self._ranges(0))
 
     @property
     def unit(self) -> int:
-        """The largest number that divides every row index at which the axis is cut."""
+        """The largest number that divides the start and size of every section and every part."""
         devices = range(self.num_devices or 1)
         places = (x for device in devices for one in self._ranges(device) for x in one)
         return math.gcd(*(size for _, size in self.sections), *places)
@@ -117,8 +117,8 @@ class Cut:
         """Return this division for a second tensor, with one row per `unit` rows of the first.
 
         `axis` is the divided axis of the second tensor. For example, the first tensor holds
-        weights, and the second their scales, one for each block of `unit` rows. No block of `unit`
-        rows may belong to two devices or sections.
+        weights. The second holds their scales, one for each block of `unit` rows. A block of `unit`
+        rows must not belong to two devices or sections.
         """
         return Cut(axis, tuple((share, size // unit) for share, size in self.sections))
 
@@ -152,7 +152,7 @@ class Cut:
     def _ranges(self, device: int) -> Iterator[tuple[int, int, int]]:
         """Yield (start, count, size) for each section.
 
-        The device takes `count` rows of the file tensor from row `start` on, and appends zeros up
+        The device takes `count` rows of the file tensor from row `start` on, which are then padded
         to `size` rows.
         """
         first = 0
@@ -231,9 +231,11 @@ class DividedSpec(TensorSpec):
         return [read_partly(find(name)) for name in self.names]
 
     def parts(self, tensors: Sequence[Any], device: int, xp: Any = np) -> list[Any]:
-        """Return the part of each file tensor that device number `device` takes.
+        """Return the tensors that `local` joins to the array of device number `device`.
 
-        `xp` is explained in `Cut.take`.
+        `tensors` are all file tensors of the whole array. With `taken`, the result has only the
+        tensors that this device takes, undivided, and zeros in the place of missing tensors.
+        Otherwise, the result has the device's part of each file tensor. `Cut.take` explains `xp`.
         """
         if self.taken:
             pairs = zip(self.taken[device], self.local.file_shapes, strict=True)
@@ -281,7 +283,8 @@ def divide(whole: Any, local: Any, shares: Mapping[str, Share], num_devices: int
         whole on each device, and keeps its spec from `whole`.
 
     Raises:
-        ValueError: the shares do not divide an array into arrays of `local`.
+        ValueError: the parts of a tensor have other shapes than in `local`. The message names the
+            tensor.
     """
     leaves, tree = jax.tree.flatten(local)
     specs = map(partial(_divide, shares=shares, count=num_devices), jax.tree.leaves(whole), leaves)

@@ -58,7 +58,7 @@ class TensorFiles:
         return bool((self.read(one) == self.read(other)).all())
 
     def tensor(self, name: str) -> Readable:
-        """Return one tensor, without reading it."""
+        """Return one tensor, without reading it. Raises CheckpointError if it does not exist."""
         if name not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name}; check that it is the checkpoint you mean"
@@ -67,7 +67,7 @@ class TensorFiles:
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:
-    """Open the weights of `folder`. File sizes and tables are checked, but no tensor is read.
+    """Open the weights of `folder`. File sizes and headers are checked, but no tensor is read.
 
     Raises CheckpointError if there are no weights, or a file is missing or damaged.
     """
@@ -90,9 +90,10 @@ def open_file(path: Path) -> TensorFiles:
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
     """Return a folder's weight files, each with the names of the tensors to read from it.
 
-    The names come from the index file, such as model.safetensors.index.json. They are None if the
-    folder has no index file. Raises CheckpointError if there are no weight files, if there are
-    several without an index, or if the index names a file that does not exist.
+    The names come from the index file, such as model.safetensors.index.json. A folder without an
+    index file has None instead of names. Raises CheckpointError if there are no weight files, if
+    the index names a file that does not exist, or if there are several *.safetensors files, but
+    neither an index file nor a file model.safetensors.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")

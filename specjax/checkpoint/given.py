@@ -15,9 +15,9 @@ from jax.experimental.layout import Format, Layout
 
 
 def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
-    """Return an array of any library as a JAX or NumPy array. It is copied only if necessary.
+    """Return an array of any library as a JAX or NumPy array.
 
-    Arrays traced by JAX are returned unchanged.
+    The values are copied only if necessary. Arrays traced by JAX are returned unchanged.
 
     Args:
         name: the array's name in errors.

@@ -13,8 +13,8 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
 
-# Names of the scale of keys (k) or of values (v) after the name of a layer's attention. The last
-# one, of older exports, is the scale of both.
+# The names of scales start with the name of a layer's attention, and end like this. {0} is k for
+# keys, and v for values. The last name, in older exports, is one scale for both.
 _NAMES = (
     "{0}_proj.{0}_scale",
     "{0}_proj.output_scale",
@@ -41,7 +41,7 @@ def is_kv_scale(name: str) -> bool:
 def read_kv_scales(
     files: TensorFiles, attentions: Iterable[str], rename: Callable[[str], str]
 ) -> tuple[KVScales, ...]:
-    """Return the scales of each layer. They are () if the checkpoint has no scales.
+    """Return the scales of each layer, in the order of `attentions`; () if there are no scales.
 
     Args:
         files: all tensors of a checkpoint.

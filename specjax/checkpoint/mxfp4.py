@@ -2,7 +2,7 @@
 
 A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
 as its exponent plus 127. An `MXFP4Spec` unpacks weights; every value is exact in bfloat16. Engines
-keep the weights packed instead.
+replace it by specs that keep the weights packed.
 """
 
 from collections.abc import Sequence

@@ -63,8 +63,11 @@ def write(
 ) -> None:
     """Write a file with the dtypes and shapes of `layout`.
 
-    `tensors` must yield one pair (name, tensor) for each name of `layout`, in any order. They
-    are written one at a time.
+    `tensors` must yield one pair (name, tensor) for each name of `layout`, in any order. The
+    tensors are written one at a time.
+
+    Raises:
+        CheckpointError: safetensors cannot store a dtype of `layout`.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0

@@ -35,8 +35,8 @@ def save_checkpoint(
 ) -> None:
     """Write `params`, cast to `dtype`, to the file `file`, and write `config` to config.json.
 
-    Each file is written atomically. If `dtype` is the dtype of the parameters, loading the file
-    returns the same bits.
+    An array whose spec has a dtype is cast to this dtype instead. Each file is written atomically.
+    If the arrays have these dtypes already, loading the file returns the same bits.
 
     Args:
         specs: a tree of `TensorSpec`s, with the structure of `params`.

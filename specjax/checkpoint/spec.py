@@ -37,8 +37,8 @@ class TensorSpec:
         is_squeezed: whether to drop the second axis, which has size one.
         dtype: the fixed dtype of the array; None for the model's dtype.
         fill: the initial value for training; None for the defaults of `init_params`.
-        is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers may leave a
-            buffer out; a weight update without the buffer keeps its value.
+        is_buffer: whether the tensor is a buffer in torch and not a parameter. Trainers can leave a
+            buffer out of a weight update. The buffer then keeps its value.
         cuts: for each file tensor, the alternative ways to divide it over devices (see `division`).
             A way is a pair of an axis and its sections. A section is a pair of a name, such as
             "heads", and a number of rows. The name is None for rows that all devices have. `cuts`

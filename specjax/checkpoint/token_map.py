@@ -19,7 +19,7 @@ class TokenTexts:
     """The texts of a tokenizer's tokens, by id."""
 
     texts: Mapping[int, str]  # the tokens' texts by id, with plain spaces
-    unknown: int  # the id that replaces texts without a token
+    unknown: int  # the id for texts that have no token; see `read_texts`
 
     def below(self, vocab_size: int) -> Mapping[str, int]:
         """Return a mapping from each text to its lowest id below `vocab_size`.
@@ -39,10 +39,10 @@ class TokenMap(NamedTuple):
 
 
 def read_texts(folder: Path) -> TokenTexts | None:
-    """Return the tokens of a checkpoint folder; None if the folder has no tokenizer.json.
+    """Return the token texts of a checkpoint folder; None if the folder has no tokenizer.json.
 
     `TokenTexts.unknown` is the id of the tokenizer's unknown token. If there is no unknown token,
-    it is the id of the config's end of sequence, or 0 if the config has none.
+    it is the config's first `eos_token_id`, or 0 if the config has none.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -1,9 +1,10 @@
 """Reads torch's `.bin` format, without torch and without running code from the pickle.
 
 Such a file is a zip of uncompressed storages and a pickle that describes tensors in the storages.
-A pickle names the Python objects that it needs. Four kinds of names are allowed here. They are
-replaced by objects that only record their arguments. All tensors are checked against their storages
-first, and are later read one at a time.
+A pickle names the Python objects that it needs. Only four kinds of names are allowed here: storage
+types, `OrderedDict`, and torch's functions that rebuild a tensor and a parameter. These functions
+are replaced by methods that only record their arguments. `locate` checks all tensors against their
+storages. Each tensor is read later, on request.
 """
 
 import io

@@ -41,8 +41,8 @@ class Subcommand(NamedTuple):
     """A subcommand of `specjax bench`.
 
     Attributes:
-        module: the module whose `run(args)` runs it.
-        add_arguments: declares its arguments.
+        module: the module whose `run(args)` runs the subcommand.
+        add_arguments: a function that declares the subcommand's arguments.
     """
 
     help: str

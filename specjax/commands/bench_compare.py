@@ -90,7 +90,7 @@ def settings_lines(found: ResultChanges) -> list[str]:
 
 
 def doubt_lines(results: Iterable[tuple[str, Saved]]) -> list[str]:
-    """Return lines with the reasons not to trust a result: other load, or an interrupt.
+    """Return lines with the reasons not to trust a result: other programs, or an interrupt.
 
     `results` are pairs of a path and its result.
     """

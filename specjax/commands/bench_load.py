@@ -100,7 +100,7 @@ def read_pairs(option: str, given: Sequence[str]) -> dict[str, str]:
     """Parse values like NAME=VALUE.
 
     Raises:
-        ValueError: a value has no "=", or a name is given twice.
+        ValueError: a value has no "=", a name is empty, or a name is given twice.
     """
     pairs: dict[str, str] = {}
     for text in given:

@@ -121,7 +121,10 @@ class OfflineRun:
         )
 
     def details(self, batches: Sequence[BatchRun], rounds: Sequence[Mapping[str, Any]]) -> Details:
-        """Return the `Details` of the result. Other engines are missing."""
+        """Return the `Details` of the result, without the results of other engines.
+
+        `rounds` has the main figures of each batch in `batches`.
+        """
         num_gpus = len(self.environment.get("clocks", ()))
         machine = Machine.look(self.load, [CpuTime.since(self.start)], num_gpus=num_gpus)
         records = [record for batch in batches for record in batch.records]
@@ -141,7 +144,7 @@ class OfflineRun:
         )
 
     def write(self, top: Mapping[str, Any], details: Details, lines: Sequence[str]) -> None:
-        """Write the result to --output-json, and print it: `lines`, or JSON with --json."""
+        """Print the result as `lines`, or as JSON with --json. Write --output-json and --report."""
         text = json.dumps(as_json(top, details), indent=2, default=str)
         if self.args.output_json:
             write_whole(Path(self.args.output_json).expanduser(), text + "\n")

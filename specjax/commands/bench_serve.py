@@ -151,7 +151,7 @@ class ServeRun:
             yield replace(self.endpoint(url, served), headers={})
 
     def run(self, endpoint: Endpoint) -> Traffic:
-        """Send warm-up requests, then all requests. Return the requests and their answers."""
+        """Send warm-up requests, then all requests. Return the requests and their responses."""
         warm_up(self.load, endpoint, self.prompts)
         with stages(len(self.prompts), show_progress=True) as begin:
             return drive(
@@ -167,7 +167,8 @@ class ServeRun:
 def peer_dtype(dtype: str) -> str:
     """Return the --dtype with which to start another engine. `dtype` is this engine's --dtype.
 
-    On a CPU, specjax resolves "auto" to float32. Other engines may not, so they get "float32".
+    On a CPU, specjax resolves "auto" to float32. Other engines might resolve it to another dtype,
+    so "auto" becomes "float32".
     """
     is_cpu = provenance.describe_client()["platform"] == "cpu"
     return "float32" if dtype == "auto" and is_cpu else dtype
@@ -182,7 +183,7 @@ class Measured(NamedTuple):
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark and show its result. Return 1 if requests failed, else 0.
+    """Run the benchmark and show its result. Return 1 if a request or a peer failed, else 0.
 
     After an interrupt, or if the server dies, the result covers the requests until then.
     """

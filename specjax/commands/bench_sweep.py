@@ -27,7 +27,7 @@ _PATIENCE_SECONDS = 30.0
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure all cells and show them. Return 1 if requests failed, else 0.
+    """Measure all cells and show them. Return 1 if a request or a peer failed, else 0.
 
     After an interrupt, or if the server dies, the result covers the cells so far.
     """
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]) -> None:
-    """Add another engine's figures to all cells. If that engine dies, the last cell says so."""
+    """Add another engine's figures to all cells. If it dies, the last cell gets the failure."""
     try:
         with cells[0].peer_server(name) as endpoint:
             for cell, one in zip(cells, done, strict=True):

@@ -63,10 +63,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_rows(path: Path | None) -> list[tuple[str, str]]:
-    """Return a pair (form, text) for each row of a .jsonl file.
+    """Return a pair (form, text) for each of the first `NUM_PROMPTS` rows of a .jsonl file.
 
-    A row has "question" (a user's message) or "text" (a prompt without a template). If `path` is
-    None, the rows are the questions of `specjax bench`.
+    A row has "question" (a user's message, form `CHAT`) or "text" (a prompt without a template,
+    form `PLAIN`). If `path` is None, the rows are the questions of `specjax bench`.
+
+    Raises:
+        ValueError: there is no row, or a row has neither key.
     """
     if path is None:
         return [(CHAT, question) for question in read_questions()]
@@ -121,7 +124,10 @@ def read_masks(tokenizer: ChatTokenizer) -> list[int]:
 
 
 def answer(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Text]:
-    """Let the target continue prompts greedily, and return the prompts with these answers."""
+    """Continue prompts greedily, by at most `MAX_TOKENS` tokens.
+
+    Prompts are lists of token ids. Return each prompt together with its continuation.
+    """
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
     given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     outputs = llm.generate(given, params, use_tqdm=False)

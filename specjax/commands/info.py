@@ -172,7 +172,8 @@ class Needs:
     def longest_context(self, longest: int, num_bytes: int) -> int:
         """Return the number of tokens of the longest request that fits next to the weights.
 
-        The weights and the request together may take `num_bytes`. The result is at most `longest`.
+        The weights and the request together take at most `num_bytes`. The result is at most
+        `longest`.
         """
         pages = range(1, -(-longest // self.page_size) + 1)
         num = bisect_right(pages, num_bytes, key=lambda n: self.total(1, n * self.page_size))

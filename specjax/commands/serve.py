@@ -21,7 +21,7 @@ from specjax.server.service import Service
 from specjax.server.settings import Limits, ServerSettings
 
 # Python's switch interval. The event loop releases the interpreter lock at each send, and the
-# engine's thread then keeps it for up to this time. With the default of 5 ms, answers are late.
+# engine's thread then keeps it for up to this time. With the default of 5 ms, responses are late.
 SWITCH_SECONDS = 5e-4
 
 

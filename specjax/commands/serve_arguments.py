@@ -24,7 +24,7 @@ from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER
 DESCRIPTION = "Serve a model over HTTP, with OpenAI's API."
 # Options of `LLM` without a flag: `params` is not text, and `add_speculation` has the drafter.
 _NO_FLAGS = ("params", "speculative_config", "verbose")
-# Flags of `vllm serve` for what always happens here.
+# Flags of `vllm serve` for behaviour that is always on here.
 _ALWAYS = (
     "disable_fastapi_docs",
     "disable_frontend_multiprocessing",

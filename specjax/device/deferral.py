@@ -30,8 +30,8 @@ def defer(
 ) -> EngineState:
     """Store a round's features for `observe_deferred`; return the new state of the engine.
 
-    The round has no drafts. Call this function before the round's tokens are added to
-    `EngineState.lengths`.
+    The round must have no drafts. Call this function before `EngineState.lengths` includes the
+    round's tokens.
 
     Args:
         slots: i32[B], the slot of each request in the round.

@@ -52,10 +52,9 @@ def edit(
 ) -> jax.Array:
     """Return the logits f32[B, T, V], edited as the requests' `SamplingParams` describe.
 
-    Logits processors come before: see `apply_processors`. Row t of request b follows
-    `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds
-    a bit for each token, which is 1 if the request's grammar allows the token. `masks` is None if
-    no request has a grammar.
+    Logits processors have already run (see `apply_processors`). Row t of request b follows
+    `history.lengths[b]` + t tokens. `masks` i32[B, T, ceil(V/32)] holds a bit for each token, which
+    is 1 if the request's grammar allows the token. `masks` is None if no request has a grammar.
     """
     batch, num_rows, num_columns = logits.shape
     edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)[None]  # [B, T]

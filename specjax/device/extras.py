@@ -26,10 +26,10 @@ class Extras(IntFlag):
 
 
 def extras_of_step(extras: jax.Array, variant: Variant) -> jax.Array:
-    """Return the flags `Extras` of a step as bits, i32[]. All rows of `extras` i32[B] are equal.
+    """Return a step's flags `Extras` as the bits of an i32[].
 
-    They are the constant 0 if `variant.is_plain`. Steps of this variant have no conditionals on
-    them, so that the optional work is not traced.
+    All rows of `extras` i32[B] hold these flags. If `variant.is_plain`, the result is the constant
+    0. Such steps contain no conditionals on the flags, so the optional work is not traced.
     """
     return jnp.int32(0) if variant.is_plain else extras[0]
 
@@ -67,7 +67,7 @@ class ExtraWork(NamedTuple):
         """Return log-probabilities of tokens i32[B, T], packed by `pack_logprobs`.
 
         `logprobs_mode` determines the distribution. `raw` are the model's logits. `logits` are the
-        model's logits after logits processors.
+        model's logits after logits processors. The result is zeros if no request needs it.
         """
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 

@@ -86,7 +86,7 @@ class StepModel(NamedTuple):
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
     def max_deferred(self, batch: int) -> int:
-        """Return the maximum number of rounds without drafts that the drafter may observe together.
+        """Return the maximum number of rounds without drafts that the drafter can observe together.
 
         Observing means that the drafter updates its cache with a round's hidden states. Each round
         has `batch` requests. The result is 0 if the drafter must observe each round at its end,

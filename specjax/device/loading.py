@@ -53,7 +53,7 @@ def keep_name(name: str) -> str:
 
 
 def ignore_none(name: str) -> bool:
-    """Return False. Use this as `ignore` if all tensors in the files must be used."""
+    """Return False. Use this as `ignore` if an unused tensor in the files is an error."""
     return False
 
 
@@ -76,13 +76,13 @@ def load_params(
     Args:
         placement: Where arrays are placed; None for `default_device`.
         rename: A function that maps a tensor's name in `specs` to its name in the files.
-        ignore: A function that takes a tensor's name in the files, and returns whether the tensor
-            may be unused.
+        ignore: A function that takes a tensor's name in the files, and returns whether to ignore
+            the tensor if `specs` do not name it.
 
     Raises:
         CheckpointError: Tensors are missing or unused, have a wrong shape or dtype, or have values
-            that are not finite in `dtype`. The message lists the tensors. All checks but the last
-            run before any tensor is read.
+            that are not finite in `dtype`. The message lists the tensors. All checks except the
+            check for finite values run before any tensor is read.
     """
     leaves, tree = jax.tree.flatten(as_stored(specs, files, rename))
     _check(files, leaves, rename, ignore)
@@ -240,7 +240,7 @@ def _join_afar(
 def _divide_afar(
     spec: DividedSpec, dtype: np.dtype, devices: tuple[Device, ...]
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-    """Return a jitted function that divides a whole model's array, which is on `devices`."""
+    """Return a jitted function that divides an undivided array, which is spread over `devices`."""
 
     def divide(arrays: Sequence[jax.Array]) -> jax.Array:
         return spec.join([*spec.whole.split(arrays[0]).values()], dtype)

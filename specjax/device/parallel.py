@@ -16,7 +16,7 @@ from specjax.device.weights.weight import Weight, is_weight
 
 
 class Divisible(Protocol):
-    """The interface of a model or draft head whose weights may be divided over devices."""
+    """The interface of a model or draft head whose weights can be divided over devices."""
 
     @property
     def num_devices(self) -> int:
@@ -78,7 +78,7 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 def shapes_like(one: Divisible, params: Any) -> Any:
     """Return the shapes of a model's or head's parameters, divided over the devices of `one`.
 
-    The leaves of `params` are arrays, which may all be on one device, or shapes. All arrays of a
+    The leaves of `params` are arrays, which can all be on one device, or shapes. All arrays of a
     quantised weight are divided if the unquantised weight would be divided.
     """
     specs = jax.tree_util.tree_leaves_with_path(specs_of(one), is_leaf=is_weight)

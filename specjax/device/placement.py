@@ -27,7 +27,7 @@ def default_device() -> Device:
 
 @dataclass(frozen=True)
 class Placement:
-    """The devices of an engine: a mesh with one axis, whose size may be one."""
+    """The devices of an engine: a mesh with one axis, whose size can be one."""
 
     mesh: Mesh
 

@@ -48,7 +48,7 @@ def spread(
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """Return `function`, jitted for arrays that are spread over `devices`.
 
-    `function` takes a list of arrays, and may cut each array along one axis. `cut_axes` has this
+    `function` takes a list of arrays, and can cut each array along one axis. `cut_axes` holds this
     axis for each array; None for no axis. So that no device needs a whole array, each array is
     first spread over the devices along another axis, whose size is divisible by the number of
     devices. An array without such an axis is not moved.
@@ -82,7 +82,7 @@ def spread(
 def automatic(array: jax.Array) -> jax.Array:
     """Return the array on a mesh of the same devices, with axes of JAX's type `Auto`.
 
-    In programs on such a mesh, JAX chooses how results are divided. A trainer's mesh may have axes
+    In programs on such a mesh, JAX chooses how results are divided. A trainer's mesh can have axes
     of the type `Explicit`, for which functions must say how results are divided. An array without a
     mesh is returned unchanged.
     """
@@ -97,7 +97,7 @@ def automatic(array: jax.Array) -> jax.Array:
 
 
 def move(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """Return a copy with the given sharding, copied from device to device.
+    """Return a copy of `array` with the given sharding, copied from device to device.
 
     Each device's part of the result must lie within a part of `array` that one device has.
     """

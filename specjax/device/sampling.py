@@ -54,7 +54,7 @@ def through_edits(
     """Return `use(edit(logits))` if `has_edits` bool[] is true, else `use(logits)`.
 
     `use` runs in both branches of a conditional, so that the conditional returns the result of
-    `use`, which may be smaller than the logits. If `edit` is None, the result is `use(logits)`, and
+    `use`, which can be smaller than the logits. If `edit` is None, the result is `use(logits)`, and
     `has_edits` is not used.
     """
     if edit is None:

@@ -10,10 +10,10 @@ round drafts tokens, runs the target on the drafts, and commits the accepted dra
 
     propose -> extend -> settle
 
-These three run in one program, once it is compiled. They run in separate programs if grammar masks
-are made or users' logits processors run before `settle`. Logits processors may also run before
-`begin` (see `processors.py`). The parts that run the target do not depend on the requests' options
-for logits. Chunks and a round may run in one program, see `joined.py`.
+These three run in one program, once it is compiled. They always run in separate programs if
+requests need grammar masks, users' logits processors or many log-probabilities. Logits processors
+run before `settle` or `begin` (see `processors.py`). The parts that run the target do not depend on
+the requests' options for logits. Chunks and a round can run in one program, see `joined.py`.
 
 The inputs of a step contain neither the number of accepted tokens nor the length of a request: the
 host plans with upper bounds, and the device keeps the exact numbers in its state.
@@ -214,7 +214,7 @@ def propose(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, Draft]:
-    """Draft k tokens for every request. Drafts from the host may replace the drafter's."""
+    """Draft k tokens for every request. Drafts from the host can replace the drafter's drafts."""
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     context = DraftContext(
         slots,
@@ -267,7 +267,7 @@ def settle(
     """Verify the drafts, commit the accepted drafts and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. If `may_defer` is true, a round without drafts may postpone the drafter's
+    next round starts. If `may_defer` is true, a round without drafts can postpone the drafter's
     update (see `deferral`). `begin` explains `processed` and `masks`; their shapes here are
     f32[B, K+1, V] and i32[B, K+1, ceil(V/32)].
     """

@@ -185,9 +185,9 @@ class Block:
 class Synthetic:
     """Accept draft i with probability rates[i] / rates[i-1] if all drafts before it are accepted.
 
-    So rates[i] is the unconditional probability that draft i is accepted. The rates must not
-    increase. Drafts that the target cannot produce, for example because a grammar forbids them, are
-    never accepted.
+    The first draft is accepted with probability rates[0]. So rates[i] is the unconditional
+    probability that draft i is accepted. The rates must not increase. Drafts that the target cannot
+    produce, for example because a grammar forbids them, are never accepted.
     """
 
     rates: tuple[float, ...]

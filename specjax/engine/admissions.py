@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """Return one sequence's row of `AdmitInputs`. Its lists, such as stop ids, are not padded."""
+    """Return one sequence's row of `AdmitInputs`. Lists of ids in the row are not padded."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -64,7 +64,7 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Make an object of the dataclass `kind`. Its fields are one request's values, not arrays."""
+    """Make an object of the dataclass `kind`, whose fields are one request's values, not arrays."""
     return kind(**values)
 
 

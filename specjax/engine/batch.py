@@ -31,8 +31,8 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 def extras_of(all_demands: Collection[Demands]) -> Extras:
     """Return flags for the optional work of a step, such as log-probabilities or grammar masks.
 
-    `all_demands` holds what each request of the step needs. A flag is set if any request needs its
-    work.
+    `all_demands` holds what each request of the step needs. The flag of some work is set if at
+    least one request needs this work.
     """
     extras = Extras(0)
     for demands in all_demands:
@@ -46,7 +46,7 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 
 
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
-    """Pack a plan into one array. Rows without a request are padding.
+    """Pack a plan into one array i32[B, words]. Rows without a request are padding.
 
     `page_tables` is `Residents.page_tables`. `extras` holds the flags that `extras_of` returns for
     all requests of the plan.
@@ -96,9 +96,13 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
     """Return grammar masks i32[B, R, ceil(V/32)] for the requests of a plan.
 
     R is the number of rows of logits per request: K + 1 for a decode round, and 1 for prefill
-    chunks. A request without a grammar gets masks of all ones. `drafts` is i32[B, K], or None if no
-    grammar depends on drafts. If a drafter found fewer than K drafts, the remaining entries of
-    `drafts` are zeros.
+    chunks. A mask of all ones allows every token. Such masks are returned for padding rows, for
+    requests without a grammar, and for sequences that have finished. If a grammar raises an
+    exception, its sequence also gets such masks, and the exception is stored in `sequence.error`.
+    So only this sequence ends, when the step's tokens are read.
+
+    `drafts` is i32[B, K], or None if no grammar depends on drafts. If a drafter found fewer than K
+    drafts, the remaining entries of `drafts` are zeros.
     """
     num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
     masks = np.full((plan.batch, num_rows, layout.mask_words), -1, np.int32)
@@ -117,7 +121,9 @@ def unpack_outputs(
 ) -> list[RowOutput]:
     """Return the output of each row of `plan`.
 
-    `has_raw` means that `packed` has raw log-probabilities in addition to the processed values.
+    `packed` i32[B, columns] is the host's copy of the array that `pack_outputs` made in a program
+    of `variant`. `has_raw` means that `packed` has raw log-probabilities in addition to the
+    processed values.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences
@@ -158,7 +164,7 @@ def unpack_outputs(
 def export_features(plan: Part, features: Features) -> None:
     """Append the features (hidden states) of each chunk to its sequence, if its request wants them.
 
-    `features` are the features of all chunks, on the host.
+    `features` are on the host, and have `plan.width` rows for each chunk.
     """
     assert isinstance(plan, PrefillPlan), "rounds export no features"
     for row, chunk in enumerate(plan.chunks):
@@ -171,7 +177,8 @@ def export_features(plan: Part, features: Features) -> None:
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
     """Pack a step's results as an array i32[B, ...].
 
-    Each row holds the number of tokens, the number of drafts, the tokens and log-probabilities.
+    Each row holds the number of tokens, the number of drafts, the tokens, their log-probabilities,
+    and log-probabilities of prompt tokens. Log-probabilities are left out if nobody needs them.
     """
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]
@@ -194,7 +201,10 @@ class _Reader:
     def logprobs(
         self, num_rows: int, num_top: int | None, has_raw: bool, *, is_wanted: bool
     ) -> tuple[Any, ...] | None:
-        """Return the fields of `Logprobs` as lists, or None if they are absent or not wanted."""
+        """Read the next fields of `Logprobs`, and return them as a tuple of nested lists.
+
+        Return None if the fields are absent. If they are not wanted, skip them and return None.
+        """
         if num_top is None or not num_rows:
             return None
         if not is_wanted:

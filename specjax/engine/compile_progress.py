@@ -45,7 +45,7 @@ def compile_progress(
 
     Args:
         count_read: function that returns how many of the programs were read from the cache. It is
-            called when all programs are ready.
+            called when all programs are ready, but not within `watch_compiling`.
     """
     if (watcher := _WATCHER.get()) is not None:
         yield lambda num_done: watcher(num_done, total)

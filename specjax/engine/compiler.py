@@ -1,11 +1,11 @@
 """Compiles programs in threads.
 
 A program is urgent if requests wait for it. All other programs only make later steps faster, for
-example because their shapes need less padding. They are compiled in threads of the lowest priority,
-so that they slow down neither serving nor urgent programs. The threads have normal priority only if
-a caller waits until all programs are ready. XLA does part of the work in its own threads, which
-always have normal priority. For programs that are not urgent, XLA may therefore use only one of its
-threads at a time (`xla_options.OPTIONS_BEHIND`).
+example because their shapes need less padding. The other programs are compiled in threads of the
+lowest priority, so that they slow down neither serving nor urgent programs. These threads have
+normal priority only if a caller waits until all programs are ready. XLA does part of the work in
+its own threads, which always have normal priority. For programs that are not urgent, options
+restrict XLA to one of its threads at a time (`xla_options.OPTIONS_BEHIND`).
 
 An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
 default. Programs that are not urgent are compiled only while at least 35 % of the maps are free.
@@ -42,7 +42,7 @@ class _Line:
 
 
 class Compiler:
-    """Compiles in threads the programs whose keys are passed to `ask`, and keeps them.
+    """Compiles programs in threads, and keeps them. `ask` takes the keys of the programs.
 
     `compile(key, is_urgent)` must return the program of a key, and is called in any thread.
     `is_urgent` means that requests wait for the program. Other programs are compiled only while the
@@ -211,7 +211,10 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Return whether enough memory maps are free to compile. If not, empty the queue `line`."""
+        """Return whether enough memory maps are free to compile. If not, empty the queue `line`.
+
+        The programs of the urgent queue then fail with a MemoryError.
+        """
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True

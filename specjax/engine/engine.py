@@ -58,7 +58,7 @@ class Engine:
 
     Attributes:
         away: function that returns a context manager. A step enters this context while it waits for
-            the device or for a program. Meanwhile, other threads may call methods that run no step.
+            the device or for a program. Meanwhile, other threads can call methods that run no step.
         rescue: function called with a failed step's error. It moves the requests to another engine
             or raises the error. If None, all requests are dropped and the error is raised.
     """
@@ -137,8 +137,8 @@ class Engine:
         """Let `policy` choose K from the next step on, and compile the shapes that it may choose.
 
         Raises:
-            ValueError: the policy may choose more drafts than the token budgets allow, or than the
-                cache of recurrent states has room for.
+            ValueError: the policy may choose more drafts than the token budgets or the cache of
+                recurrent states allow, or it first times all rounds while requests are unfinished.
         """
         self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
         if self._is_recurrent and k > self._max_drafts:
@@ -318,8 +318,8 @@ class Engine:
     ) -> None:
         """Record the time of chunks or of a round, and let the policy learn from a round.
 
-        `rows` and `num_kept` have the device's result and the number of new tokens by sequence.
-        `milliseconds` is None for an unknown time.
+        For each sequence, `rows` holds the device's result, and `num_kept` the number of tokens
+        that the sequence gained. `milliseconds` is None if the time is unknown.
         """
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms, clock.chunk_ms = clock.chunk_ms, 0.0
@@ -381,9 +381,9 @@ class Engine:
     def use(self, params: Params, *, has_new_target: bool, has_new_drafter: bool) -> None:
         """Use the weights `params`, which have the same shapes as before, from the next step on.
 
-        No step may be in flight. The caches were computed with the old weights, so they are
-        dropped, and running requests recompute their tokens. `has_new_target` and `has_new_drafter`
-        tell the policy which weights have changed.
+        Call this only while no step is in flight. The caches were computed with the old weights, so
+        they are dropped, and running requests recompute their tokens. `has_new_target` and
+        `has_new_drafter` tell the policy which weights have changed.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -394,9 +394,9 @@ class Engine:
             self.scheduler.policy.drafter_changed()
 
     def release(self) -> None:
-        """Free the state's memory until `renew`. No step may be in flight.
+        """Free the state's memory until `renew`. Call this only while no step is in flight.
 
-        Running requests recompute their tokens afterwards.
+        Running requests recompute their tokens after `renew`.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -418,7 +418,7 @@ class Engine:
         self._replace_state()
 
     def clear_prefixes(self) -> None:
-        """Clear the prefix cache. No request may be running."""
+        """Clear the prefix cache. Call this only while no request is running."""
         self.scheduler.prefixes.clear()
 
     def metrics(self) -> Metrics:
@@ -428,8 +428,8 @@ class Engine:
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Return the times of rounds for each K in `ks`.
 
-        If `has_all`, clear the prefix cache and measure all shapes; otherwise, only the largest
-        shape. With the option `exact`, all times are equal, because all rounds have one shape.
+        If `has_all`, clear the prefix cache and measure all shapes. Otherwise, measure only the
+        largest shape. With the option `exact`, all rounds have one shape, so all times are equal.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

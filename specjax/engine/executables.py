@@ -1,10 +1,11 @@
 """Keeps compiled programs on disk, so that a later process neither traces nor compiles them.
 
-Each program has a file, whose name is a digest of everything on which the program depends: static
-arguments, shapes and dtypes, our sources, JAX and its options, and the device. The digest does not
-cover code outside our sources, such as a user's own drafter. If an engine uses such code, its
-programs are neither stored nor read. Reading a file can run arbitrary code, so a folder is not used
-if anybody but its owner can write to it.
+Each program has a file. The file's name is a digest of the values on which the program depends:
+static arguments, shapes and dtypes, the Python files of specjax and pallas_kernels, the versions of
+Python, JAX and the kernel compiler, the options of JAX and XLA, the device and the processor. The
+digest does not cover other code, such as a user's own drafter or logits processors. Programs that
+use such code are neither stored nor read. Reading a file can run arbitrary code, so a folder is not
+used if anybody but its owner can write to it.
 """
 
 import hashlib
@@ -61,9 +62,9 @@ _kept: list[Path] = []  # at most one folder, see `keep_programs`
 def keep_programs(folder: Path | None) -> None:
     """Store compiled programs in `folder`, so that later processes can read them.
 
-    This applies to engines that are built after the call. If `folder` is None, no programs are
-    stored. If JAX has a compilation cache, `folder` is ignored, and programs are stored inside
-    JAX's folder.
+    This applies to engines that are built after the call. If JAX has a compilation cache, `folder`
+    is ignored, and programs are stored inside the cache's folder. Otherwise, no programs are stored
+    if `folder` is None.
 
     `folder` does not become JAX's compilation cache, because JAX would then also store the user's
     programs there.
@@ -159,8 +160,8 @@ class Executables:
     def _path(self, key: Any) -> Path | None:
         """Return the path of the file for the program of `key`.
 
-        Return None if the program contains logits processors, whose code the digest does not cover,
-        or if others than its owner can write to the folder.
+        Return None if the program contains logits processors, whose code the digest does not cover.
+        Also return None if users other than the owner can write to the folder or its parent.
         """
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
@@ -173,7 +174,10 @@ class Executables:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return the reason not to trust a folder; None if only its owner can write to it."""
+    """Return the reason not to trust a folder; None if only its owner can write to it.
+
+    Also return None for a missing folder, and for any folder on Windows.
+    """
     if not hasattr(os, "getuid"):
         return None
     try:
@@ -279,7 +283,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Return whether specjax's packages, Python or NumPy define a value's class."""
+    """Return whether a value's class is a Python builtin, or from specjax's packages or NumPy."""
     return type(value).__module__.partition(".")[0] in (*SOURCES, "builtins", "numpy")
 
 
@@ -313,7 +317,10 @@ def _processor() -> str:
 
 
 def sources_digest() -> str:
-    """Return a digest of the files of our packages."""
+    """Return a digest of the Python files in the packages `SOURCES`.
+
+    It covers the relative path and the contents of each file `*.py`, and no other files.
+    """
     digest = _DIGEST()
     for package in SOURCES:
         for path in sorted((ROOT / package).rglob("*.py")):

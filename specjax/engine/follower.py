@@ -1,4 +1,4 @@
-"""Runs an engine's programs in a process other than process 0, if several share the engine.
+"""Runs an engine's programs in each process but process 0, if several processes share the engine.
 
 Process 0 runs `leader.py` and sends a message for each call.
 """
@@ -63,7 +63,8 @@ class Follower:
     def follow(self) -> None:
         """Run the calls that process 0 sends, until process 0 sends "end".
 
-        If a signal ends process 0, this process ends as well if it still compiles programs.
+        If process 0 is exiting and threads of this process still compile programs, this process
+        ends at once, with exit code 0.
 
         Raises:
             HostsError: process 0 ended without sending "end", or a process failed.
@@ -145,7 +146,7 @@ class Follower:
         getattr(self.programs, name)(*arguments)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function, and answer with its error, if any."""
+        """Call `function(self, *arguments)`, and send its error, or None, to process 0."""
         error = None
         try:
             function(self, *arguments)
@@ -154,7 +155,7 @@ class Follower:
         self._hosts.send("answer", error)
 
     def ping(self) -> None:
-        """Answer that this process is alive."""
+        """Tell process 0 that this process is alive."""
         self._hosts.send("alive")
 
     def _find(self, named: Named) -> Program:

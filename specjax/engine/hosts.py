@@ -29,7 +29,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # secon
 
 
 class HostsError(RuntimeError):
-    """A process has ended, failed or does not answer. The message names the process."""
+    """The engine has failed, for example because a process has ended or does not answer.
+
+    If another process is the cause, the message names this process.
+    """
 
 
 class Hosts:
@@ -172,8 +175,8 @@ class Hosts:
     def close(self) -> None:
         """Tell the peers that the engine has been closed, and whether this process is ending.
 
-        A process that is ending may still compile programs, and then ends without atexit. So it
-        lets the peers disconnect now.
+        If process 0 is ending, it lets the peers disconnect now. It may still compile programs, and
+        would then end without running the function `_leave`, which lets them disconnect.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -208,7 +211,10 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after the time limit. It names a process that does not answer, if any."""
+        """Set `error` after the time limit.
+
+        The message names a process that does not answer, if there is one.
+        """
         self._answers.clear()
         self.send("ping")
         end = time.monotonic() + ANSWER_SECONDS

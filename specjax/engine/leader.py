@@ -299,7 +299,7 @@ class LeaderPrograms:
         self._mirror("renew")
 
     def _mirror(self, name: str, *arguments: Any) -> None:
-        """Call a method in all processes; do nothing if a process is lost."""
+        """Call the method `name` of the programs in all processes. Do nothing if one is lost."""
         if self._hosts.error is None:
             self._open.clear()
             with self._hosts:

@@ -71,7 +71,8 @@ def join(meeting: Meeting) -> Hosts:
 
     Raises:
         ValueError: `jax.distributed` was initialised with another number of processes or another
-            rank, or `master_addr` is not an address of process 0's host.
+            rank; it was not initialised, and `node_rank` is None; processes have different values
+            of `nnodes`; or process 0 cannot listen at `master_addr` and `master_port`.
         RuntimeError: JAX has already used its devices, or a process does not connect in time.
     """
     if not jax.distributed.is_initialized():

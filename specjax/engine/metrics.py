@@ -17,9 +17,9 @@ from specjax.host.speculation.contexts import FIRST_LENGTHS, context_buckets
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """A snapshot of an engine's counters. Times are means over steps, in milliseconds.
+    """A snapshot of an engine's counters. The fields `..._ms` are mean times in milliseconds.
 
-    Counters that vLLM has as well have vLLM's names. As in vLLM, a "draft" is all draft tokens of a
+    If vLLM has the same counter, its name is vLLM's. As in vLLM, a "draft" is all draft tokens of a
     request in a round. A round that gives a request n tokens counts n - 1 accepted draft tokens. So
     mean_acceptance_length is exactly the mean number of tokens that a request gains in a round with
     drafts.
@@ -53,7 +53,7 @@ class Metrics:
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
-        num_compiling: number of programs being compiled in the background.
+        num_compiling: number of programs that are queued for compiling or being compiled.
         host_ms: host time per step for planning, packing, launching and handing out tokens.
         wait_ms: time per step that the host waits for the device.
         host_gap_ms: time from reading a step to launching the next step. During this time, the
@@ -181,8 +181,8 @@ class Stopwatch:
 class Recorder:
     """Counts steps and their results, and adds up times.
 
-    If `is_trained`, the drafter was trained, and a warning is logged if hardly any of its drafts
-    are accepted.
+    `is_trained` says whether the drafter has trained weights. If so, a warning is logged once if
+    hardly any drafts are accepted.
 
     Attributes:
         host: measures the host's work for steps.

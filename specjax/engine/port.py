@@ -60,13 +60,13 @@ class Programs(Protocol):
     def waits_at_conditionals(self) -> bool:
         """Whether the host waits for the device at each conditional that contains a collective.
 
-        If it does, requests without optional work, such as log-probabilities, run in programs
-        without such conditionals; see `Variant.is_plain`.
+        If the host waits, requests that need no optional work, such as log-probabilities, run in
+        programs without these conditionals; see `Variant.is_plain`.
         """
         ...
 
     def max_deferred(self, batch: int) -> int:
-        """Return the maximum number of rounds whose hidden states the drafter may read later.
+        """Return the maximum number of rounds whose hidden states the drafter can read later.
 
         These rounds have no drafts, and `batch` requests each. The drafter reads the hidden states
         of all these rounds at once, in the program `Observe`. Return 0 if the drafter must read the
@@ -117,12 +117,13 @@ class Programs(Protocol):
         ...
 
     def elsewhere(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function in each other process that runs the same programs, and wait for its end.
+        """Call a function in all other processes that run the same programs, and wait for its end.
 
-        The function takes the process's `Follower` and `arguments`. It must be importable.
+        Each process calls `function(follower, *arguments)` with its `Follower`. The function must
+        be importable there.
 
         Raises:
-            HostsError: the function failed in a process.
+            HostsError: the function failed in a process, or a process is lost.
         """
         ...
 
@@ -136,7 +137,7 @@ class Programs(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory of the state. No program may run until `renew`."""
+        """Free the memory of the state. Run no program until `renew`."""
         ...
 
     def renew(self) -> None:
@@ -144,5 +145,5 @@ class Programs(Protocol):
         ...
 
     def close(self) -> None:
-        """Free all memory, including the programs' code. No program may run afterwards."""
+        """Free all memory, including the programs' code. Run no program afterwards."""
         ...

@@ -4,11 +4,11 @@ A step has a shape and a variant. The variant is the extra work that the step's 
 as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
 for rounds, and a variant that serves most requests. If the host waits at conditionals (see
 `Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
-suffice for any step, but small steps need much padding. A smaller shape is compiled in the
-background once the padding and the steps that it would avoid have cost about as much time as
-compiling it would.
-If the programs of the smaller shape are on disk, they are read much sooner. Requests that need a
-new variant wait until it is compiled; other requests do not wait.
+suffice for any step, but small steps need much padding, and chunks may need more steps than in
+another shape. The loss of a step is the time that it would have saved in the best shape for it. A
+shape is compiled in the background once such losses add up to about the time that compiling takes.
+If the programs of the shape are on disk, they are read much sooner. Requests that need a new
+variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -125,7 +125,7 @@ class Repertoire:
         return all(program in self._programs.ready for program in best)
 
     def use(self, shapes: Shapes) -> None:
-        """Set the shapes that steps may have."""
+        """Set the shapes that steps can have."""
         self.all_shapes = shapes
         self._forget()
 
@@ -219,8 +219,8 @@ class Repertoire:
 
         `program` runs the chunks and the round together. `milliseconds` is the shorter of the
         chunks' time and the round's time. Compile `program` in the background once its absence
-        has cost too much time. Every pair of shapes has such a program, and these programs are too
-        many to compile ahead.
+        has cost too much time. With the option `compile_ahead`, do nothing. Every pair of shapes
+        has such a program, and these programs are too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
@@ -229,8 +229,8 @@ class Repertoire:
     def settle(self, allowed_ms: float) -> None:
         """Compile in the background the programs whose absence cost the most since the last call.
 
-        The costliest come first, until the absence of all remaining programs together has cost at
-        most `allowed_ms`.
+        Programs whose absence cost more time come first. Programs are left out if the absence of
+        all of them together cost at most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())

@@ -44,8 +44,9 @@ class RoundClock:
         device finished the previous program, or the host began to plan the step. Host time
         therefore counts only while the device waited for the host.
 
-        `compile_seconds` is the total time of compiling so far. If this total was smaller in the
-        call before the last, compiling may have slowed the device down, and the result is None.
+        `compile_seconds` is the total time of compiling so far. The result is None if this total
+        has grown since the call before the previous call, because compiling may have slowed the
+        device down. The result is also None for a step that was planned before `restart`.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done

@@ -69,7 +69,10 @@ class SimulatedExtension(NamedTuple):
 
 
 class SimulatedPrograms:
-    """Implements `Programs` with NumPy. The arguments are those that `CompiledPrograms` takes."""
+    """Implements `Programs` with NumPy.
+
+    The arguments are those that `CompiledPrograms` takes, without `toolchain`.
+    """
 
     num_processes: ClassVar[int] = 1
     is_compiling: ClassVar[bool] = False
@@ -160,7 +163,7 @@ class SimulatedPrograms:
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Return made-up times: 1 ms for a round, and 0.1 ms for each of its rows."""
+        """Return made-up times: 1 ms per round, plus 0.1 ms for each of batch * (K + 1) rows."""
         return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
 
     def release(self) -> None:

@@ -13,7 +13,7 @@ from specjax.engine.engine import Engine
 
 
 class Sleeper(Protocol):
-    """The methods of an `Engine` that `Sleep` needs. A `Follower` has them, too."""
+    """The attributes and methods of an engine that `Sleep` needs. A `Follower` has them, too."""
 
     params: Any
     programs: Any
@@ -34,7 +34,7 @@ class Sleep:
         self._homes: list[Sharding] = []  # shardings to restore, if the weights are on the host
 
     def change(self, change: Callable[[int, Any, Sharding], Any]) -> None:
-        """Replace the engine's weights array by array. The engine may be asleep.
+        """Replace the engine's weights array by array, whether the engine is asleep or awake.
 
         `change(i, array, sharding)` returns the array that replaces array number i. A new array
         must have the given sharding.
@@ -47,11 +47,11 @@ class Sleep:
         change_weights(self._engine, changed)
 
     def _home(self, number: int, leaf: Any) -> Sharding:
-        """Return the sharding that parameter array `number` has while the engine is awake."""
+        """Return the sharding that the weights array `number` has while the engine is awake."""
         return self._homes[number] if self._homes else leaf.sharding
 
     def begin(self, level: int) -> None:
-        """Fall asleep at `level`, and free the memory. No step may be in flight."""
+        """Fall asleep at `level`, and free memory. Call this only while no step is in flight."""
         self._engine.programs.elsewhere(begin_sleep, level)
         if not self.level:
             self._engine.release()
@@ -104,7 +104,7 @@ class SleepOfAll:
 
 
 def check_level(level: object) -> None:
-    """Refuse every level except 1 and 2."""
+    """Raise a ValueError for every level except 1 and 2."""
     if level not in (1, 2) or isinstance(level, bool):
         raise ValueError(f"level={level!r} must be 1 (frees caches and states) or 2 (weights too)")
 

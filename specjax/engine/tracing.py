@@ -44,7 +44,7 @@ class Program:
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """The inputs that the host packs, each into one array."""
+        """The inputs that the host packs, each into one array: pairs (class, number of rows)."""
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:

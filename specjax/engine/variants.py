@@ -52,10 +52,10 @@ def first_programs_of(
 ) -> list[Program]:
     """Return the programs that run a plan until its fastest programs are compiled.
 
-    A variant is a set of extra work that requests need. All variants share most of the returned
-    programs, which are slower. So requests of a new variant need not wait long. Rounds run as
-    several programs, and drafts are made without logits processors, so that fewer drafts are
-    accepted.
+    A variant is a set of extra work that requests need. The returned programs are slower than those
+    that `programs_of` returns, but all variants share most of them. So requests of a new variant
+    need not wait long. Rounds run as several programs, and drafts are made without logits
+    processors, so that fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -89,8 +89,9 @@ def of_rounds(variant: Variant) -> Variant:
 def of_begin(variant: Variant) -> Variant:
     """Return a variant with only the fields that are compiled into the program `Begin`.
 
-    Masks are left out, because `Begin` takes them as an argument. Logits processors are left out,
-    because they run in another program before `Begin`, unless prompt tokens are scored.
+    Masks are left out, because `Begin` takes them as an argument. Logits processors run in another
+    program before `Begin`. So they are left out, too, except if log-probabilities of prompt tokens
+    are wanted.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())

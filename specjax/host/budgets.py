@@ -47,11 +47,11 @@ class Budget:
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
-    """Explain which token budget lets fewer than `max_num_seqs` requests run together.
+    """Return a text that says which token budget lets too few requests run together, or None.
 
     With the option `exact`, each step needs room for the widest chunk of one request, and for a
-    round of all other requests. Return None if both token budgets have this room, or without
-    `exact`.
+    round of all other requests, up to `max_num_seqs`. Return None if both token budgets have this
+    room. Without `exact`, return None, too.
     """
     if not config.exact:
         return None

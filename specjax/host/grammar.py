@@ -58,10 +58,10 @@ class GrammarVocabulary:
     ends: np.ndarray  # i32[W], mask of the model's end-of-sequence tokens
 
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
-        """Return a mask of the text tokens that may come next, and whether the output may end.
+        """Return a mask of the text tokens that can come next, and whether the output can end.
 
         The mask i32[W] has a bit for each token, in W words of 32 bits. If llguidance's limits are
-        used up, no bit is set and the output may not end.
+        used up, no bit is set and the output cannot end.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
@@ -298,7 +298,10 @@ def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
 
 
 def _as_lark(name: str, value: Any, special_ids: Mapping[str, int]) -> str:
-    """Return the value of a field of `StructuredOutputs` as a grammar in llguidance's Lark."""
+    """Return a field of `StructuredOutputs` as a grammar in llguidance's Lark syntax.
+
+    `name` and `value` are the field's name and value.
+    """
     if name == "grammar":
         return value
     if name == "structural_tag":

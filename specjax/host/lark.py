@@ -16,7 +16,7 @@ def styled_schema(schema: Any) -> str:
     whitespace. The schema's key "x-guidance" overrides it.
 
     Raises:
-        ValueError: `schema` is not a JSON schema.
+        ValueError: `schema` is a text that is not JSON, or JSON of neither an object nor a boolean.
     """
     schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
     if isinstance(schema, bool):
@@ -45,13 +45,13 @@ class LarkWriter:
         self._special = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
 
     def rule(self, kind: str, body: str, options: str = "") -> str:
-        """Add a rule, and return its name."""
+        """Add the rule "NAME OPTIONS: BODY", and return NAME, a new name that contains `kind`."""
         name = f"{kind}_{len(self.rules)}"
         self.rules.append(f"{name}{options}: {body}")
         return name
 
     def json(self, schema: Any) -> str:
-        """Return an expression that matches JSON of a schema."""
+        """Return an expression that matches JSON texts that conform to a schema."""
         return self.rule("json", f"%json {styled_schema(schema)}")
 
     def text(self, text: str) -> str:
@@ -83,8 +83,9 @@ class LarkWriter:
 def structural_tags(given: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
     """Return a grammar of free text with structures, as in vLLM's option `structural_tag`.
 
-    A structure consists of a beginning, JSON of a schema, and an end. A trigger is the first
-    part of one or more beginnings. Wherever the text has a trigger, a structure must start.
+    A structure consists of a beginning, JSON that conforms to a schema, and an end. A trigger is
+    the first part of one or more beginnings. Wherever the text has a trigger, a structure must
+    start.
 
     Args:
         given: a checked `StructuredOutputs.structural_tag`.

@@ -7,10 +7,9 @@ from collections.abc import Hashable, Iterable
 class PageAllocator:
     """Counts the owners of each page. Pages are plain ints, not device arrays.
 
-    A page can have a name that identifies its contents. When its last owner releases the page, it
-    becomes free, but it can still be found by its name until it is allocated again. Free pages
-    without a name are allocated first. Free pages with a name follow, the least recently released
-    first.
+    A page can have a name that identifies its contents. A page without owners is free, but `find`
+    still returns a named page until this page is allocated again. Free pages without a name are
+    allocated first. Free pages with a name follow, the least recently released first.
     """
 
     def __init__(self, num_pages: int):
@@ -49,9 +48,9 @@ class PageAllocator:
     def release(self, pages: Iterable[int], *, forgets: bool = False) -> None:
         """Remove one owner from each page. A page without owners becomes free.
 
-        `pages` must be in the order of their tokens. Of these pages, the last is evicted first,
-        because a page is useless without the pages before it. If `forgets` is true, pages that
-        become free lose their names, so that `find` no longer returns them.
+        `pages` must be in the order of their tokens. Of these pages, the last is allocated again
+        first, because a page is useless without the pages before it. If `forgets` is true, pages
+        that become free lose their names, so that `find` no longer returns them.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0
@@ -64,7 +63,7 @@ class PageAllocator:
                     self._free.move_to_end(page, last=False)
 
     def name(self, page: int, name: Hashable) -> None:
-        """Name an owned page by its contents, unless another page has this name."""
+        """Give an owned page a name, unless it has a name or another page has this name."""
         assert self._num_owners[page] > 0
         if name not in self._by_name and page not in self._names:
             self._by_name[name] = page

@@ -22,7 +22,7 @@ class Chunk:
     count: int
     is_first: bool = False  # whether it is the first chunk since the sequence got its slot
     is_last: bool = False  # whether the sequence decodes after this chunk
-    is_resumed: bool = False  # whether it already has output tokens, so that none is sampled here
+    is_resumed: bool = False  # whether the sequence has output tokens, so that none is sampled
     restored: int | None = None  # id of the snapshot to restore before the first chunk
     taken: int | None = None  # id of the snapshot to take after the chunk
 

@@ -52,8 +52,8 @@ class PrefixCache:
     """Finds cached pages for the prefix of a new sequence.
 
     For recurrent models (`snapshots`), only a prefix that ends at a snapshot of the states can be
-    reused. If some layers have sliding windows (`windows`), a prefix can be reused only if these
-    layers' pages with the last window of the prefix are still cached.
+    reused. If some layers have sliding windows (`windows`), these layers need only the pages of the
+    prefix's last window. A prefix can be reused only if these pages are still cached.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class PrefixCache:
     def clear(self) -> None:
         """Clear the cache, for example when weights change.
 
-        No sequence may be resident. Otherwise, pages that it fills later would be cached, although
-        they depend on outdated pages.
+        Call this only while no sequence is resident. A resident sequence would go on filling pages,
+        and these pages would be cached, although their contents depend on outdated pages.
         """
         self.prompts.clear()
         self._pages.forget_names()
@@ -146,7 +146,8 @@ class PromptIndex:
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
         """Remember a prompt. Return the points at which it ends, or branches off from others.
 
-        A point is a number of leading pages of the prompt. Points are in ascending order.
+        `keys` are the keys of the prompt's full pages. A point is a number of leading pages, at
+        least 1. Points are in ascending order.
         """
         num_shared = self.longest(keys)
         for key in keys:
@@ -179,7 +180,8 @@ class SnapshotIndex:
     def longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
         """Find the longest prefix of `keys` that has a snapshot.
 
-        Return its number of pages and the snapshot's id, or (0, None) if no prefix has a snapshot.
+        Return the prefix's number of pages and the snapshot's id, and count the snapshot as the
+        most recently used one. If no prefix has a snapshot, return (0, None).
         """
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:
@@ -188,9 +190,10 @@ class SnapshotIndex:
         return 0, None
 
     def reserve(self, key: PageKey) -> int | None:
-        """Return the id of a new snapshot for the prefix of `key`.
+        """Return the id for a new snapshot at the end of the page with this key.
 
-        Return None if the prefix already has a snapshot, or if there is no room.
+        If no id is free, evict the least recently used snapshot. Return None if there already is a
+        snapshot for `key`, or if no snapshot can be evicted.
         """
         if key in self._by_key or not (self._free or self._by_key):
             return None
@@ -200,7 +203,10 @@ class SnapshotIndex:
         return self._free.pop()
 
     def put(self, key: PageKey, snapshot: int) -> None:
-        """Add a reserved snapshot to the index, so that later requests find it."""
+        """Add a reserved snapshot to the index, so that later requests find it.
+
+        If there already is a snapshot for `key`, free the id of the new one instead.
+        """
         if key in self._by_key:  # two sequences took it in one step
             self._free.append(snapshot)
         else:

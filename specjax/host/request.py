@@ -29,7 +29,11 @@ class TextWatch(Protocol):
         ...
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens. If one of them ends the output, return how many are kept; else None."""
+        """Append tokens to the output.
+
+        If one of them ends the output, return how many of them are kept, including this token. In
+        this case, append nothing afterwards. Return None if the output goes on.
+        """
         ...
 
 
@@ -40,7 +44,7 @@ class Matcher(Protocol):
     def is_finished(self) -> bool: ...
     @property
     def dead_end(self) -> str | None:
-        """The reason why the grammar allows no next token; None if it allows a token."""
+        """The reason why the output can neither continue nor end; None if it can do either."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -88,7 +92,7 @@ class Request:
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
     exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
     references: TextIndex | None = None  # texts to draft from, which outputs may repeat
-    replays: tuple[Sequence[int], ...] = ()  # earlier outputs of its first samples' seeds
+    replays: tuple[Sequence[int], ...] = ()  # earlier outputs, with its first samples' seeds
 
     @cached_property
     def demands(self) -> "Demands":

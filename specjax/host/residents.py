@@ -56,7 +56,7 @@ class Residents:
         )
         snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
         self.prefixes = PrefixCache(self.pages, snapshots, self.windows)
-        # Which sequence will compute a page from which others can go on: the one that goes first.
+        # By page: the sequence, first in order of rank, that will compute it for others to go on.
         self._pending: dict[PageKey, Sequence] = {}
         self.running: list[Sequence] = []
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
@@ -111,7 +111,7 @@ class Residents:
             chunk_width: with the option `exact`, chunks end after multiples of this number of
                 tokens, so snapshots are taken only there.
             first_chunk: maximum number of tokens of the first chunk. Enough window pages for these
-                tokens must be free. They are not allocated here, but later by `grow`.
+                tokens must be free. These pages are not allocated here, but later by `grow`.
         """
         page_size, exact = self._config.page_size, self._config.exact
         num_to_prefill, keys = _num_to_prefill(sequence), self._known_keys(sequence)
@@ -258,11 +258,17 @@ class Residents:
         residency.num_published_pages = min(num_pages, len(keys))
 
     def _known_keys(self, sequence: Sequence) -> list[PageKey]:
-        """Return the keys of the pages that need not be run. At least one token must be run."""
+        """Return the known keys of the pages that a sequence could take from the prefix cache.
+
+        At least one token must be run, so the page with the last token to prefill is left out.
+        """
         return sequence.keys[: (_num_to_prefill(sequence) - 1) // self._page_size]
 
     def _pending_keys(self, sequence: Sequence, residency: Residency) -> list[PageKey]:
-        """Return the keys of the pages after which other sequences can go on, once they are run."""
+        """Return the keys of the pages after which other sequences can go on.
+
+        The pages are still to be computed by `sequence`.
+        """
         keys, num_found = self._known_keys(sequence), residency.num_published_pages
         if self._num_snapshots is not None:
             return [keys[n - 1] for n in residency.snapshot_points]
@@ -273,7 +279,10 @@ class Residents:
     def _forget_pending(
         self, sequence: Sequence, residency: Residency, end: int | None = None
     ) -> None:
-        """Let no other sequence wait for this sequence's pages up to `end`, or for any of them."""
+        """Let no other sequence wait for this sequence's pages before the index `end`.
+
+        If `end` is None, let no other sequence wait for any page of this sequence.
+        """
         for key in sequence.keys[residency.num_published_pages : end]:
             if self._pending.get(key) is sequence:
                 del self._pending[key]

@@ -1,10 +1,10 @@
 """Plans each step. The code is plain Python over ints, without a device, clock or randomness.
 
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
-decodes, and finishes. If pages run out, a sequence of lower rank is preempted: it gives up its slot
-and pages at once, and recomputes its tokens when there is room. The scheduler plans step N + 1
-before it has the results of step N. It then knows only that a round with n drafts gives a sequence
-1 to n + 1 tokens.
+decodes, and finishes. If pages run out, the last sequence in order of rank is preempted: it gives
+up its slot and pages at once, and recomputes its tokens when there is room. The scheduler plans
+step N + 1 before it has the results of step N. At that time, it knows only that a round with n
+drafts gives a sequence 1 to n + 1 tokens.
 """
 
 import heapq
@@ -38,10 +38,10 @@ class Scheduler:
     tokens as the budget still allows. A sequence's round runs with all its drafts or not at all, so
     that its drafts do not depend on other requests.
 
-    Waiting sequences are admitted in order, with one exception: if a sequence ahead of them is
-    prefilling most of the same prompt, they wait, and later find its pages in the prefix cache.
-    Meanwhile, other sequences are admitted. So the samples of a request, and requests with the same
-    prompt, prefill the prompt once.
+    Waiting sequences are admitted in order, with one exception: a sequence is passed over while a
+    sequence ahead of it is prefilling most of the same prompt. Later, it finds the prompt's pages
+    in the prefix cache. So the samples of a request, and requests with the same prompt, prefill the
+    prompt once.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Scheduler:
         return failed
 
     def _joining(self) -> list[int]:
-        """Return the number of tokens to prefill of each waiting sequence that could be admitted.
+        """Return, for each waiting sequence that could be admitted, how many tokens to prefill.
 
         Sequences are left out if they do not fit in the free slots, pages and chunks, or if they
         wait for another sequence's pages.
@@ -365,7 +365,8 @@ class Scheduler:
     def _admit(self, step: OpenStep) -> None:
         """Admit waiting sequences while their first chunk fits in the step.
 
-        A sequence that waits for another one's pages keeps its place, and a slot stays free for it.
+        If a sequence waits for another sequence's pages, it keeps its place, and one slot is kept
+        free for it.
         """
         width, following = self.shapes.widths[0], []
         min_tokens = width if self.config.exact else 1
@@ -397,9 +398,11 @@ class Scheduler:
         return self._waiting[0] if self._waiting else None
 
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Preempt sequences of lower rank until `sequence` has pages for `num_tokens` tokens.
+        """Preempt later sequences until `sequence` has pages for `num_tokens` tokens.
 
-        Return whether `sequence` has these pages. If not, it keeps its present pages and waits.
+        A later sequence follows `sequence` in order of rank; the last one goes first. Sequences
+        that this step already runs are not preempted. Return whether `sequence` has these pages. If
+        not, it keeps its present pages and waits.
         """
         running = self.residents.running
         while True:

@@ -127,7 +127,7 @@ class Sequence:
         return len(self.token_ids) + self.num_in_flight
 
     def max_drafts(self, k: int, length: int) -> int:
-        """Return how many of `k` drafts may become part of the output.
+        """Return how many of `k` drafts can become part of the output.
 
         The round follows the first `length` tokens, which include the prompt. The sequence's limits
         on drafts and on tokens may allow fewer drafts than `k`.
@@ -214,10 +214,10 @@ class Sequence:
         return len(tokens)
 
     def _end_without_token(self, row: RowOutput) -> int:
-        """Append a row whose last token is -1, and return the number of tokens kept.
+        """Append a row without its last token, which is -1, and return the number of tokens kept.
 
-        The token -1 means that the device found no token to choose. The sequence fails, unless its
-        earlier tokens end the output.
+        The token -1 means that the device found no token to choose. The sequence fails, unless the
+        row's earlier tokens end the output.
         """
         num_kept = self.append(replace(row, tokens=row.tokens[:-1]))
         if self.finish_reason is None:

@@ -47,7 +47,7 @@ class Shapes:
         """Return the chunk width with which the next step prefills the most tokens.
 
         `remaining` holds the number of tokens to prefill for each sequence. The step runs at most
-        `max_tokens` of them. A wider shape has room for fewer chunks. If several widths are equally
+        `max_tokens` tokens. A wider shape has room for fewer chunks. If several widths are equally
         good, return the smallest.
         """
         if not remaining:
@@ -59,7 +59,7 @@ class Shapes:
         return max(self.widths, key=lambda width: (progress(width), -width))
 
     def best_chunks(self, remaining: Sequence[int], max_tokens: int) -> tuple[Shape, int]:
-        """Return the shape of width `best_width` for chunks, and how many tokens it runs."""
+        """Return the chunk shape of width `best_width`, and the number of tokens prefilled."""
         width = self.best_width(remaining, max_tokens)
         num_tokens = self._num_prefilled(width, remaining, max_tokens)
         return self.chunks(len(remaining), width), num_tokens

@@ -15,8 +15,9 @@ from specjax.host.pages import PageAllocator
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """Return the number of pages to allocate for layers with a window.
 
-    This is the maximum number of pages in use and, with prefix caching, one more window per
-    request. The result is at most `num_pages`, and at most `max_window_pages` if this is set.
+    This is the maximum number of pages in use. With prefix caching, the pages of one more window
+    per request are added. The result is at most the option `num_pages`, and at most the option
+    `max_window_pages` if this is set.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:
@@ -39,7 +40,7 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return how many pages a token may attend to, in addition to its own page."""
+    """Return the maximum number of pages that a token attends to, in addition to its own page."""
     return -(-window // page_size)
 
 
@@ -61,7 +62,8 @@ class WindowPages:
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
         """Return how many of the first `length` pages a sequence can reuse.
 
-        This is the largest n for which the last window of the prefix `keys[:n]` is cached.
+        This is the largest n for which all pages in the last window of the prefix `keys[:n]` are
+        cached.
         """
         place = length
         while place > max(0, length - self.reach):
@@ -106,10 +108,10 @@ class WindowPages:
 
         Args:
             slot: the request's slot.
-            page: index of the page that holds the last token before the request's next row.
-            points: the places where a later request may continue, as numbers of leading pages that
-                it takes from the prefix cache. A freed page stays cached only if such a request
-                would read it.
+            page: page-table index of the page with the last token before the next token to run.
+            points: places where a later request can continue. A place is the number of leading
+                pages that the later request would take from the prefix cache. A freed page stays
+                cached only if a request that continues at such a place would read the page.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

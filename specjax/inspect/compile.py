@@ -120,12 +120,14 @@ def compile_functions(
     Args:
         resources: whether ptxas reports registers, spills and shared memory of every kernel.
         timeout: the maximum seconds for all requests together.
-        kept: a folder of compiled functions. A function in this folder is not compiled again, and
-            any other function is added to the folder. None to compile all functions.
+        kept: a folder of compiled functions. A function in this folder is not compiled again,
+            unless `kept.recompiles`. Any other function is added to the folder. None to compile
+            all functions.
 
     Raises:
         ValueError: see `check_tools`.
         RuntimeError: the process failed; the message has the end of its stderr.
+        subprocess.TimeoutExpired: the process took longer than `timeout`.
     """
     check_tools()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -294,23 +296,22 @@ def report(
 ) -> dict[str, Any]:
     """Return a description of a compiled function, as JSON-compatible types.
 
-    "num_passes" has two counts of passes (see hlo.py): for runs in which every conditional takes
-    branch 0, and for runs in which every conditional takes branch 1.
-
     Args:
-        over: if given, the arguments of `hlo.passes_over`, whose result is in "passes".
-        traffic: if given, "launches" lists every kernel with its bytes. Its keys are described
-            below.
+        over: the arguments of `hlo.passes_over`, whose result is in "passes". "num_passes" then has
+            two counts of passes (see hlo.py): for runs in which every conditional takes branch 0,
+            and for runs in which every conditional takes branch 1. None for a report without these.
+        traffic: a dict with the keys below. "launches" then lists every kernel with its bytes. None
+            for a report without launches.
 
     The keys of `traffic` are:
 
     - "batch", "context", "rows", "num_chosen": the fields of `CachedContext`;
     - "rows_within": a mapping from regexes to numbers of rows. In scopes that match a regex, its
       number replaces "rows";
-    - "layers": a regex over parameter names, with a group that matches the index of the layer that
-      reads the parameter;
+    - "layers": a regex over names of parameters; its group matches the index of the parameter's
+      layer;
     - "after": a regex over names of parameters that are read after all layers;
-    - "inside": a regex over the scopes whose operations belong to layers.
+    - "inside": a regex over scopes; operations in matching scopes belong to layers.
     """
     made = asdict(compiled)
     made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]

@@ -81,7 +81,7 @@ class Kept:
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names of fields in which two compilations of one function differ.
 
-    Durations may differ.
+    Durations and `is_kept` are not compared.
     """
     return [name for name in one if name not in _NOT_COMPARED and one[name] != other[name]]
 

@@ -21,7 +21,7 @@ The numbers of bytes are:
 
 - W: the target's weights, without an untied embedding;
 - W_d: the drafter's weights;
-- W_h: the output head that the drafter uses, its quantised copy if there is one;
+- W_h: the output head that the drafter uses, or the head's quantised copy if there is one;
 - W_o: the weights that compute the drafter's keys and values;
 - S: the target's keys and values, per token and layer;
 - S_d: the drafter's cache, per token;
@@ -57,7 +57,7 @@ from specjax.device.weights.matrix import Matrix
 from specjax.device.weights.weight import is_weight
 from specjax.serving.memory import drafter_cache_bytes
 
-# Parts of a drafter's parameters that computing keys and values does not read.
+# Parts of a drafter's parameters that are not needed to compute its keys and values.
 _AFTER_KEYS = (
     *("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids"),
     *("mask", "refinement", "attention_conv", "mlp_conv", "q_norm"),

@@ -4,18 +4,19 @@ Some operands are whole pools (the arrays of all pages), of which a kernel reads
 `TOUCHED` has a function for each kernel, by the kernel's name. Any other kernel counts as reading
 all operands and writing all outputs.
 
-Operands are recognized by shape, so that a kernel may have them in any order. Below, L is the
-number of layers, S the number of request slots, and M the number of tokens that a recurrent state
-may lag behind. A ring is a buffer of recent tokens, of which the oldest is overwritten.
+Operands are recognized by shape, so that a kernel can have them in any order. Below, L is the
+number of layers, and S the number of request slots. M is the maximum number of pending tokens:
+accepted tokens that a recurrent state does not include yet. A ring is a buffer of recent tokens, in
+which new tokens overwrite the oldest.
 
 - A pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D].
-- A pool of latents has four axes, [L, pages, page_size, E].
+- A pool of latents has four axes, [L, pages, page_size, width].
 - Scales of tokens have the same first three axes as their pool. They have fewer elements.
 - `gated_delta_rule` updates in place a recurrent state [L, S, H_v, D_v, D_k] and a ring of
   corrections [L, S, M, H_v, D_v].
 - `gated_delta_rule_inputs` updates three rings in place: raw inputs [L, S, columns, C], keys [L, S,
   2 M, H_k, D_k] and decays [L, S, 2 M, H_v].
-- Weights and scales of experts have three axes, [E, ...].
+- Weights and scales of experts have three axes, [experts, ...].
 """
 
 import math
@@ -111,18 +112,18 @@ def _whole(call: Call) -> tuple[int, int]:
 
 
 def _paged_attention(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of the queries and of all keys and values, and writes of partial results."""
+    """Return the bytes read (queries, all keys and values) and written (partial results)."""
     context = load.batch * load.context * call.entry(call.pool)
     return _total(call.others) + context, sum(_of_real_rows(one, load) for one in call.outputs)
 
 
 def _paged_attention_combine(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of partial results, and writes of the output."""
+    """Return the bytes read (partial results) and written (the output)."""
     return sum(_of_real_rows(one, load) for one in call.operands), _total(call.outputs)
 
 
 def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of the queries and of all cached entries, and writes of partial results."""
+    """Return the bytes read (queries, all cached entries) and written (partial results)."""
     pools = [one for one in call.operands if len(one.shape) == 4]  # and scales
     context = load.batch * load.context * call.entry(pools[0])
     return _total(call.operands) - _total(pools) + context, _total(call.outputs)
@@ -141,7 +142,7 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of q, k and v, and writes of q and of cached keys and values.
+    """Return the bytes read (q, k and v) and written (rotated q, cached keys and values).
 
     A call without query heads writes no q.
     """
@@ -150,10 +151,11 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of the projections, and of the earlier inputs that the convolution needs.
+    """Return the bytes that the kernel reads, and the bytes that it writes.
 
-    Count writes of the rule's inputs for the new tokens, and of these tokens' entries in the ring
-    buffers.
+    It reads the projected new tokens, the weights, and from the ring of raw inputs the W - 1 tokens
+    before each request's new tokens, where W is the number of tokens that the convolution spans. It
+    writes q, v and beta of the new tokens, and these tokens' entries in the three rings.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
@@ -165,10 +167,11 @@ def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]
 
 
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count one read and one write of each request's state, and the use of ring buffers.
+    """Return the bytes that the kernel reads, and the bytes that it writes.
 
-    A state may lack the latest tokens of its request. The kernel reads the ring-buffer entries of
-    these tokens and of the new tokens, and writes the corrections of the new tokens.
+    It reads and writes each request's state once. It reads the keys and decays of the pending and
+    the new tokens, and the corrections of the pending tokens, for M pending tokens per request. It
+    writes the outputs, and the corrections of the new tokens.
     """
     u, state = sorted(call.in_place, key=lambda one: one.size)
     places = *state.shape[:2], 2 * u.shape[2]
@@ -185,7 +188,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of the outputs, the gates and the norm's weights, and writes of the outputs.
+    """Return the bytes read (outputs, gates, norm weights) and written (normalised outputs).
 
     The gates are a part of a larger operand. They take as many bytes as the outputs.
     """
@@ -195,7 +198,7 @@ def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Count reads of inputs and of the experts that rows can use, and writes of the outputs.
+    """Return the bytes read (rows, experts that rows can use) and written (products).
 
     Padding rows use the experts of a real row; see `layers.moe.moe`.
     """

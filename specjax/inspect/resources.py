@@ -100,7 +100,7 @@ def find_ptxas() -> str:
 def read_resources(
     ptx: Sequence[Path], thunks: str, mosaic: str, architecture: str
 ) -> Iterator[Resources]:
-    """Yield the resources of each kernel of an XLA module.
+    """Yield the resources of each kernel that an XLA module launches.
 
     Args:
         ptx: the files with the module's dumped PTX.
@@ -130,7 +130,11 @@ def assemble(architecture: str, ptx: Path) -> str:
 
 
 def parse_ptxas(text: str) -> Iterator[Resources]:
-    """Yield the resources of each entry function in the output of `ptxas -v`."""
+    """Yield the resources of each entry function in the output of `ptxas -v`.
+
+    A function is skipped if the output does not have both its registers and its spills. The fields
+    that are not in the output keep their defaults.
+    """
     names = ENTRY.split(text)[1:]
     for name, said in zip(names[::2], names[1::2], strict=True):
         spills, used = SPILLS.search(said), USED.search(said)

@@ -105,7 +105,7 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
-    """Return how many steps without drafts may share one run of `observe_step`'s program.
+    """Return how many steps without drafts can share one run of `observe_step`'s program.
 
     Return 0 if every step updates the drafter's cache itself, as steps with drafts (k > 0) do.
     """

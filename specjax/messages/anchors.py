@@ -35,9 +35,9 @@ class Anchor:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], name: str, where: str) -> "Anchor | None":
-        """Return the anchor under the key `name` or `name`_pattern of a template, or None.
+        """Return the anchor under the key `name` or `name`_pattern of `given`; None without one.
 
-        `where` is the path of the mapping `given` in the template, for error messages.
+        The mapping `given` is a part of a template. Error messages show its path, `where`.
 
         Raises:
             ValueError: the mapping has both keys, or the value is not a text, a list of texts or a
@@ -66,7 +66,7 @@ class Anchor:
     def find(self, text: str, start: int, *, is_whole: bool) -> Found | None:
         """Return the first occurrence that begins at index `start` or later, or None.
 
-        `is_whole` says that no more text will follow. Otherwise, the occurrence may be pending:
+        If `is_whole` is true, no more text will follow. Otherwise, the occurrence may be pending:
         text that follows may extend or cancel it.
         """
         match = self.pattern.search(text, start, partial=not is_whole)

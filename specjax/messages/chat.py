@@ -28,7 +28,7 @@ _PLAIN = ResponseTemplate.of(
 
 @dataclass(frozen=True)
 class Response:
-    """The sampling parameters for responses to one prompt, and the way to read the responses."""
+    """The sampling parameters for responses to one prompt, and the template to read them with."""
 
     params: SamplingParams
     prompt: str
@@ -93,7 +93,7 @@ class ChatFormat:
             self._template = ResponseTemplate.of(own)
 
     def response(self, prompt: str, params: SamplingParams, choice: ToolChoice) -> Response:
-        """Return the sampling parameters for a rendered prompt, and the way to read its responses.
+        """Return the `Response` for a rendered prompt, with sampling parameters and template.
 
         Raises:
             ValueError: `choice` allows tool calls, but the model's format of calls is unknown. Or
@@ -207,7 +207,8 @@ class ChatOptions:
     def variables(self, given: Any) -> Any:
         """Return a chat template's variables, `given`, with `reasoning_effort` added.
 
-        Without an effort, the variables are returned unchanged.
+        Without an effort, or if `given` is not a mapping, `given` is returned unchanged; None
+        becomes an empty mapping.
 
         Raises:
             ValueError: the variables already have a different effort.

@@ -144,10 +144,12 @@ def read_lines(
 
 
 def read_python_calls(text: str) -> list[dict[str, Any]]:
-    """Return the calls of a Python list like [f(x=1)], each with its name and arguments.
+    """Return the calls in a Python list like [f(x=1)], each with the keys "name" and "arguments".
+
+    A single call without a list is accepted, too.
 
     Raises:
-        ValueError: the text is not such a list.
+        ValueError: the text has another form.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
@@ -172,7 +174,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def cast(text: Any, schema: Any) -> Any:
-    """Convert a text to a type of its JSON schema. The first type that can represent it is used.
+    """Convert a text to a type that a JSON schema allows: the first type that can represent it.
 
     The text is returned unchanged if the schema has no type, or if no conversion succeeds. A value
     that is not a text is returned unchanged, too.

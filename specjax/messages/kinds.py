@@ -15,7 +15,7 @@ _PLACEHOLDER = regex.compile(r"\{(\w+(?:\.\w+)*)\}")
 _CONTENT = ("content",)
 
 Schemas = Mapping[str, Mapping[str, Any]]  # by function and argument
-# Makes the reader of a region, from the named groups of its opening anchor.
+# Makes the reader of a passage of calls, from the named groups in the passage's opening anchor.
 MakeReader = Callable[[Calls, Mapping[str, str], Schemas], CallReader]
 
 

@@ -81,9 +81,9 @@ class ResponseParser:
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:
-        """The start and end index of each finished reasoning in the generated text.
+        """The start and end index of each finished passage of reasoning in the generated text.
 
-        The texts that mark its beginning and end, like "<think>", are outside of this range.
+        The texts that mark the beginning and the end, like "<think>", are outside of this range.
         """
         given = self._num_given
         return [(max(0, start - given), max(0, end - given)) for start, end in self._reasoning]

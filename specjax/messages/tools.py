@@ -35,9 +35,9 @@ class ToolChoice:
     """The functions that a model may call.
 
     Attributes:
-        functions: the functions; none if the model may not call any.
-        is_forced: whether the model has to call one of them.
-        is_parallel: whether the model may call several at a time.
+        functions: the functions; empty if the model must not call any function.
+        is_forced: whether the model has to call one of the functions.
+        is_parallel: whether one response can have several calls.
     """
 
     functions: tuple[Function, ...]

@@ -99,7 +99,8 @@ class RayLLM:
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs come in the order of the prompts.
 
-        If only some requests fail, they end with finish_reason "error", and the others continue.
+        If only some requests fail, they end with finish_reason "error", and the others continue. If
+        all requests fail, the first error is raised.
 
         Args:
             prompts: as for `LLM.generate`.
@@ -163,11 +164,11 @@ class RayLLM:
     def update_weights(
         self, weights: Weights, version: int | None = None, *, drafter: Weights | None = None
     ) -> WeightUpdate:
-        """Replace the target's weights of all workers, or of none; see `RolloutEngine`.
+        """Replace the target's weights of all workers, or of none if a worker fails.
 
-        The weights are put in the object store once for all workers. A worker replaces its weights
-        between two steps, and its unfinished requests continue with the new weights. The result
-        of the slowest worker is returned.
+        For the arguments and errors, see `RolloutEngine.update_weights`. The weights are put in the
+        object store once for all workers. A worker replaces its weights between two steps, and its
+        unfinished requests continue with the new weights. Return the result of the slowest worker.
         """
         return self._pool.update_weights(weights, version, drafter=drafter)
 
@@ -209,7 +210,11 @@ class RayLLM:
     def _seeded(self, params: Any, number: int) -> SamplingParams:
         """Return a copy of the parameters with a seed.
 
-        If they have no seed, it is derived from `number`, the request's number, as in an `LLM`.
+        If `params` have no seed, the new seed is derived from the request's number `number`, as in
+        an `LLM`.
+
+        Raises:
+            ValueError: `params` are not a `SamplingParams`, or have logits processors.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params has {params!r}, which is not a SamplingParams")
@@ -285,7 +290,7 @@ def _failed(
 
 
 def _wait_for(make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end, on an event loop in another thread.
+    """Run the coroutine `make()` on an event loop in another thread, and return its result.
 
     The caller's thread may have a running loop, as in a notebook. If the caller is interrupted, the
     coroutine is cancelled.

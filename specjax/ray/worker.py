@@ -67,7 +67,7 @@ class RayWorker:
             raise WorkerFailed(f"{type(error).__name__}: {error}") from error
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the replica, or read an attribute of its LLM."""
+        """Call a synchronous method of this class in a thread, and return the result."""
         self._check()
         return await asyncio.to_thread(getattr(self, method), *args)
 

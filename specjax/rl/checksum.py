@@ -11,7 +11,7 @@ from specjax.checkpoint.given import paths
 
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
-    """Return two checksums u32[2] of an array, which depend on its words and on their order."""
+    """Return two checksums, u32[2]. They depend on the bits and on the order of the elements."""
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
     words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
     place = jnp.arange(words.size, dtype=jnp.uint32)
@@ -21,11 +21,11 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def checksum(params: Any) -> str:
-    """Return a digest of the bits, shapes and paths of a tree's arrays.
+    """Return a digest, 32 hex digits, of a tree's arrays: their bits, dtypes, shapes and paths.
 
-    The arrays have 8, 16 or 32 bits per element. The digest is equal on all devices. Each array is
-    summed on its own device, so that no weights are transferred. The digest is not cryptographic:
-    it detects mistakes, not forgeries.
+    The arrays must have 8, 16 or 32 bits per element. The digest does not depend on the kind of
+    device. The elements of an array are summed on the array's device, so no weights are
+    transferred. The digest is not cryptographic: it detects mistakes, not forgeries.
 
     Raises:
         NotImplementedError: other processes have some of the arrays.

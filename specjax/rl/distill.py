@@ -43,21 +43,20 @@ class RefitReport(NamedTuple):
 class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
-    If something other than this object has replaced the engine's drafter, `refit` and `save`
-    continue from the new drafter. They start with the new drafter's weights and a new optimiser
-    state, and steps are still counted from the first refit.
+    If other code has replaced the engine's drafter, `refit` and `save` continue from the new
+    drafter, with a new optimiser state. The count of steps continues.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
         learning_rate: the learning rate after ten steps of warm-up. It then stays constant, because
             the number of later refits is unknown.
         batch_size: the number of rollouts per step.
-        length: the maximum number of tokens of a rollout to train on. The target runs on the whole
-            rollout. If the rollout is longer than `length`, training then drops the beginning of
-            the prompt first, and the end of the answer next.
-        num_unrolled: the number of consecutive drafts that are trained together. It is always one
-            for EAGLE-1, and one per head for Medusa.
-        memory: the number of recent rollouts to keep. Later refits train on them, too.
+        length: the maximum number of tokens of a rollout to train on. The target computes hidden
+            states of the whole rollout. If the rollout is longer than `length`, training drops the
+            beginning of the prompt first, then the end of the output.
+        num_unrolled: the number of consecutive draft tokens that are trained together. It is fixed
+            for EAGLE-1 (one) and for Medusa (one per head).
+        memory: the maximum number of recent rollouts to keep. Later refits train on them, too.
         seed: the seed of the order of rollouts and of random numbers in the loss.
 
     Raises:
@@ -110,8 +109,8 @@ class OnlineDistiller:
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
         """Train on the target's hidden states for rollouts, and update the engine's drafter.
 
-        Rollouts of earlier refits that are in memory are also used. The current target computes the
-        hidden states of all rollouts.
+        Training uses `rollouts` and the newest rollouts of earlier refits, at most `memory` in all.
+        The current target computes the hidden states of all these rollouts.
 
         Raises:
             ValueError: there are no rollouts with tokens, or `steps` is not positive.
@@ -151,7 +150,7 @@ class OnlineDistiller:
         return RefitReport(first, last, len(documents), num_tokens, time.perf_counter() - start)
 
     def save(self, directory: str | Path) -> None:
-        """Write a checkpoint of the drafter, optimiser, rollouts in memory and target's weights.
+        """Write a checkpoint of drafter, optimiser state, rollouts in memory and target's weights.
 
         The checkpoint is written atomically. `directory` keeps the newest two checkpoints.
         """
@@ -174,9 +173,9 @@ class OnlineDistiller:
         as in an uninterrupted run with the same settings.
 
         Raises:
-            ValueError: there is no checkpoint; it belongs to other models or to another version of
-                specjax; or the engine's target has a newer version, or the same version but
-                different weights.
+            ValueError: `directory` has no checkpoint; the checkpoint belongs to other models or to
+                another version of specjax; or the engine's target has a newer version, or the same
+                version but different weights.
         """
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())
@@ -283,6 +282,8 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the newest checkpoint's arrays, in a tree like `own`, and its JSON items.
 
+    `own` has the arrays that the engine would save; see `OnlineDistiller._arrays`.
+
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.
     """
@@ -314,7 +315,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _check_shapes(
     folder: Path, saved: Mapping[str, str], own: Mapping[str, str], max_shown: int = 4
 ) -> None:
-    """Raise an error that lists the differences if a checkpoint belongs to other models."""
+    """Raise a ValueError that lists the differences if a checkpoint belongs to other models."""
     names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if names:
         lines = [

@@ -15,12 +15,12 @@ from specjax.rl.weights import read_update, stage_drafter, stage_target
 
 
 def check_folders(engine: Engine, *given: Weights) -> None:
-    """Check that weights can be read by the engine's other processes, if there are any.
+    """Check that the engine's other processes, if any, can read the weights in `given`.
 
-    The other processes can only read weights from a folder. None, for no weights, is also accepted.
+    Other processes can read weights only from a folder. An entry None means no weights.
 
     Raises:
-        ValueError: there are other processes, and weights are neither a folder nor None.
+        ValueError: there are other processes, and an entry is neither a folder nor None.
     """
     count = engine.engines[0].programs.num_processes
     for weights in given:
@@ -46,7 +46,9 @@ def stage_elsewhere(engine: Engine, weights: Weights, drafter: Weights) -> None:
 
 
 def replace_elsewhere(engine: Engine) -> None:
-    """Let the other processes replace the weights that they have staged. No step may be in flight.
+    """Let the other processes use the weights that they have read in `stage_elsewhere`.
+
+    Call this only while no step is in flight.
 
     Raises:
         HostsError: a process has failed.

@@ -142,12 +142,12 @@ class RolloutEngine:
         history: RolloutHistory | None = None,
         reuse_noise: float = 0.0,
     ) -> RolloutBatch:
-        """Generate `n` samples of each prompt, which share the cache pages of the prompt.
+        """Generate `SamplingParams.n` samples of each prompt, which share the prompt's cache pages.
 
         Aborted rollouts resume where they stopped, with their parameters and seeds. If the weights
-        are unchanged, seed_exact verification gives the tokens of an uninterrupted run; other
-        methods give tokens from the same distribution. A prompt's seed depends on the engine's seed
-        and on the number of earlier prompts.
+        are unchanged, "seed_exact" verification gives the tokens of an uninterrupted run, and other
+        verification gives tokens from the same distribution. A prompt whose parameters have no seed
+        gets one that depends on the engine's seed and on the number of earlier prompts.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}, or aborted rollouts.
@@ -155,9 +155,9 @@ class RolloutEngine:
                 None for the defaults. Must be None for rollouts.
             label: a name for the call, by which `abort` can end it.
             history: earlier rollouts of the prompts, used as drafts. New rollouts are added to it.
-            reuse_noise: the fraction of each prompt's samples that take seed and drafts from a
-                rollout in `history` that earlier weights generated. Seeds in the parameters have no
-                effect on these samples. See the caveat in docs/rl.md.
+            reuse_noise: the fraction of each prompt's samples that take their seed and drafts from
+                a rollout of earlier weights in `history`. Seeds in the parameters have no effect on
+                these samples. See the caveat in docs/rl.md.
 
         Raises:
             ValueError: a prompt, parameter or history is not supported; raised before generation.
@@ -185,7 +185,7 @@ class RolloutEngine:
         """Like `generate`, but yield each rollout as soon as it is complete.
 
         Generation starts with the first iteration; leaving the iteration aborts the remaining
-        rollouts. Other methods, including `abort` and `update_weights`, may be called meanwhile.
+        rollouts. Other methods, including `abort` and `update_weights`, can be called meanwhile.
         """
         starts = self._begin(prompts, sampling_params, history, reuse_noise)
         return (rollout for _, rollout in self._loop.run(starts, label, history))
@@ -195,7 +195,7 @@ class RolloutEngine:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Raise the errors that `generate` would raise for its arguments, without generating.
+        """Raise the errors that `generate` would raise for these arguments, without generating.
 
         Raises:
             ValueError: a prompt or parameter is not supported.
@@ -237,7 +237,7 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> None:
-        """Raise the errors that `score` would raise for its arguments, without scoring.
+        """Raise the errors that `score` would raise for these arguments, without scoring.
 
         Raises:
             ValueError: some tokens cannot be scored.
@@ -263,17 +263,17 @@ class RolloutEngine:
                 `read_weights`). With Hugging Face names, the first update compiles conversions of
                 layouts. Floating-point arrays are cast to the engine's dtypes. If the engine's
                 weights are quantised, plain weights are rounded to the same formats. Buffers such
-                as `e_score_correction_bias` may be absent, and then keep their values. With an MTP
+                as `e_score_correction_bias` can be absent, and then keep their values. With an MTP
                 drafter, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
-                "wait" finishes them before the update. "keep" continues them after the update:
-                their cache is recomputed, and their next tokens come from the new weights.
+                "wait" finishes them first; a paused engine refuses it. "keep" continues them after
+                the update: their cache is recomputed, and new weights sample their next tokens.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: the weights do not fit, cannot be read or are not finite, or the version is
-                not higher. Nothing has changed. The error lists what does not fit.
+            ValueError: the weights do not fit (the error lists the faults), cannot be read or are
+                not finite, or `version` or `pause` is not possible. Nothing has changed.
             CheckpointError: the folder has no weights, or they are damaged. Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
@@ -289,7 +289,7 @@ class RolloutEngine:
             return self._replace(*staged, pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Replace the drafter's weights from the next step on. Outputs do not depend on a drafter.
+        """Replace the drafter's weights from the next step on; outputs keep their distribution.
 
         Args:
             weights: a tree like `params.drafter`, or another form as for `update_weights`, with
@@ -297,8 +297,8 @@ class RolloutEngine:
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or the given weights do not fit. Nothing has
-                changed.
+            ValueError, CheckpointError: as for `update_weights`, or the drafter has no weights.
+                Nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
         params = self.params
@@ -319,14 +319,14 @@ class RolloutEngine:
             self._loop.stop(PAUSED)
 
     def resume(self) -> None:
-        """Continue generating after `pause`."""
+        """Continue generating after `pause`. If the engine is asleep, raise a RuntimeError."""
         with self._turns:
             if self._loop.is_stopped(ASLEEP):
                 raise RuntimeError("the engine is asleep; call wake_up")
             self._loop.go(PAUSED)
 
     def abort(self, label: Hashable = None) -> None:
-        """Abort the rollouts of all calls, or of calls with this label.
+        """Abort the rollouts of calls with this label, or of all calls if `label` is None.
 
         The calls return the tokens generated so far, even while the engine is paused or asleep.
         """
@@ -427,8 +427,8 @@ class RolloutEngine:
     ) -> WeightUpdate:
         """Replace weights between two steps, one array at a time.
 
-        `target` has the target's new arrays, and `own` the drafter's; None keeps the old arrays.
-        `version` is the target's new version, or None if `target` is None.
+        For `target` and `own`, see `replace_weights`. `version` is the target's new version, or
+        None if `target` is None.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)

@@ -15,7 +15,7 @@ _ORBAX = "_METADATA"  # a file that every orbax checkpoint of arrays has
 
 
 def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
-    """Return the weights in a folder by name, after reading them into host memory.
+    """Read the weights in a folder into host memory, and return them by name.
 
     Args:
         folder: a folder with the weights of a Hugging Face checkpoint, or an orbax checkpoint. An
@@ -26,7 +26,8 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
             path.
 
     Raises:
-        CheckpointError: the folder has no weights, or they are damaged.
+        CheckpointError: the folder has no weights or nothing at the path `under`, or the weights
+            are damaged.
         ImportError: the folder is an orbax checkpoint, and orbax is not installed.
     """
     path = resolve(Path(folder))
@@ -40,9 +41,12 @@ def read_weights(folder: str | Path, under: str = "") -> dict[str, np.ndarray]:
 
 
 def _orbax_item(folder: Path) -> Path | None:
-    """Return the folder that has the arrays of an orbax checkpoint: `folder` or a folder inside it.
+    """Return the folder with the arrays of an orbax checkpoint: `folder` or a folder inside it.
 
     Return None if `folder` has no orbax checkpoint.
+
+    Raises:
+        CheckpointError: `folder` has several checkpoints.
     """
     if (folder / _ORBAX).exists():
         return folder

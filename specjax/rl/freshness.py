@@ -24,14 +24,15 @@ class VersionAcceptance:
         version: the version of the target's weights.
         drafter_version: the version of the drafter's weights; 0 for the weights at construction.
         num_tokens: the number of generated tokens.
-        num_drafts: the number of rounds with drafts; a round counts once for each request in it.
-        mean_acceptance_length: the mean number of tokens per request in a round with drafts.
-        acceptance_rate_per_pos: for each draft position, the number of accepted drafts divided by
-            the number of drafts. A draft after a rejected draft counts as not accepted.
-        k_histogram: the number of rounds for each K. A round with K = 4 has at most 4 drafts per
-            request.
-        draft_tokens_per_source, accepted_tokens_per_source: the numbers of drafts and of accepted
-            drafts of each source, such as "eagle3", "suffix" and "history".
+        num_drafts: the number of drafts. A draft is all draft tokens of one request in one round.
+        mean_acceptance_length: the mean number of tokens that a request gains in a round with
+            drafts: the accepted draft tokens and one token of the target.
+        acceptance_rate_per_pos: for each position in a draft, the fraction of draft tokens that
+            were accepted. A draft token after a rejected one counts as not accepted.
+        k_histogram: the number of rounds for each K, the maximum number of draft tokens per request
+            in a round.
+        draft_tokens_per_source, accepted_tokens_per_source: the numbers of draft tokens and of
+            accepted draft tokens by source, such as "eagle3", "suffix" and "history".
     """
 
     version: int
@@ -45,10 +46,10 @@ class VersionAcceptance:
     accepted_tokens_per_source: dict[str, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Return the acceptance length to expect if each round had `k` drafts.
+        """Return the mean acceptance length to expect if each draft had `k` tokens.
 
-        Unlike `mean_acceptance_length`, the result can be compared between periods whose rounds had
-        different numbers of drafts.
+        Unlike `mean_acceptance_length`, the result can be compared between periods whose drafts had
+        different lengths.
         """
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 

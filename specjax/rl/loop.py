@@ -65,8 +65,9 @@ class Loop:
         other rollouts can be drafted from it.
 
         Raises:
-            RolloutError: the device failed, or the engine can run no more steps. The error is
-                raised after all rollouts were yielded.
+            RolloutError: the device failed, a weight update failed half-way, or this thread has
+                stopped the loop. The error is raised after all rollouts were yielded.
+            RuntimeError: the engine was closed, or its weights mix two versions from the start.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -92,7 +93,8 @@ class Loop:
         """Run requests to completion and return their samples.
 
         Raises:
-            RuntimeError: the device failed, or the engine can run no more steps.
+            RuntimeError: the device failed, a weight update failed half-way, this thread has
+                stopped the loop, or the engine was closed.
         """
         with self._queued(requests, list) as samples:
             while not all(sample.is_finished for sample in samples):
@@ -114,9 +116,7 @@ class Loop:
     def go(self, why: str) -> None:
         """Cancel the `stop` that was called with the reason `why`, if any.
 
-        Stops for other reasons remain.
-
-        The caller must hold the lock `turns`.
+        Stops for other reasons remain. The caller must hold the lock `turns`.
         """
         self._stops.pop(why, None)
 
@@ -125,7 +125,7 @@ class Loop:
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Prepare for new weights: handle unfinished rollouts, and read all steps in flight.
+        """Prepare for new weights: end all steps in flight, and handle unfinished rollouts.
 
         The caller must hold the lock `turns`.
 
@@ -161,7 +161,7 @@ class Loop:
             running.close_span(self.version)
 
     def close(self) -> None:
-        """Drop the engine. Calls that wait for steps then raise an error.
+        """Drop the engine. Calls that wait for steps then raise a RuntimeError.
 
         The caller must hold the lock `turns`.
         """
@@ -169,12 +169,12 @@ class Loop:
         del self.engine
 
     def check_open(self) -> None:
-        """Raise an error if the engine is closed."""
+        """Raise a RuntimeError if the engine is closed."""
         if self.is_closed:
             raise RuntimeError("this RolloutEngine is closed; build a new one")
 
     def check_ready(self) -> None:
-        """Raise an error if the engine is closed, or if its weights mix two versions."""
+        """Raise a RuntimeError if the engine is closed, or if its weights mix two versions."""
         self.check_open()
         if self.is_torn:
             raise RuntimeError(
@@ -188,8 +188,8 @@ class Loop:
     ) -> Iterator[list[T]]:
         """Queue requests for a `with` block; abort unfinished requests when the block ends.
 
-        `track` is called with the requests' samples before any step can run them. Its result is the
-        value of the `with` statement.
+        `track` is called with the requests' samples before any step can run them. The `with`
+        statement yields the result of `track`.
         """
         try:
             with self.turns:
@@ -251,6 +251,9 @@ class Loop:
 
         If `is_done()` becomes true before that, return without running a step. If the step fails,
         the error is recorded for all calls with unfinished requests, including this call.
+
+        Raises:
+            RuntimeError: see `check_ready`, or this thread has stopped the loop itself.
         """
         me = threading.current_thread()
         with self.turns:
@@ -294,7 +297,7 @@ class Loop:
         return next((failure for failure in found if failure is not None), None)
 
     def _end(self, rollouts: Iterable[Running]) -> None:
-        """Abort rollouts. Must not be called while a step is in flight."""
+        """Abort rollouts. Call this only while no step is in flight."""
         for running in list(rollouts):
             self.engine.abort(running.request_id)
 

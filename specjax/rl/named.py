@@ -63,7 +63,7 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
     """Run `read_named`, and check that no array has NaN or infinity.
 
-    The engine may generate during the check. On an accelerator, a program is compiled for each
+    The engine can generate during the check. On an accelerator, a program is compiled for each
     shape and dtype. Programs for the engine's own arrays were already compiled when `LLM` read a
     checkpoint. If a trainer's arrays have other shapes or dtypes, the first update compiles more
     programs.

@@ -1,9 +1,9 @@
 """Converts weights between flax nnx and the engine, in both directions.
 
 `PolicyModule` wraps an engine's model as an nnx module, which nnx and optax can train. The module's
-state can be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other
-model to the names and layouts of Hugging Face checkpoints, by rules; `update_weights` accepts its
-result as well. Transferring weights builds no second model.
+state can be passed to `RolloutEngine.update_weights`. For any other model, `hf_named` applies rules
+to the model's state, and yields arrays with the names and layouts of a Hugging Face checkpoint.
+These arrays can be passed to `update_weights`, too. Transferring weights builds no second model.
 """
 
 import re
@@ -31,7 +31,7 @@ class PolicyModule(nnx.Module):
 
     Its parameters have the paths of the engine's tree (`layers.0.attention.qkv`), so
     `nnx.state(policy, nnx.Param)` can be passed to `RolloutEngine.update_weights` unchanged. The
-    parameters are copies, so an optimiser may donate them.
+    parameters are copies, so an optimiser can donate them.
 
     Args:
         target: the model, such as `RolloutEngine.target`.
@@ -108,10 +108,10 @@ class ArrayRule:
 
     Attributes:
         name: the name of the tensor in the checkpoint. A "*" in the name is replaced by the text
-            that the corresponding "*" of the path's pattern matched. A "#" is replaced by the index
-            along an axis of `stacked`.
-        layout: a function that converts an array to the checkpoint's layout, in which projections
-            are [out, in].
+            that the corresponding "*" in the rule's path pattern matched; see `hf_named`. A "#" is
+            replaced by the index along an axis of `stacked`.
+        layout: a function that converts a tensor to the checkpoint's layout, in which the weights
+            of projections are [out, in].
         stacked: the array's axes along which tensors are stacked, as for scanned layers or experts.
         is_optional: whether a model may lack the array. For example, a model whose output head is
             tied to the embedding has no array for the head.
@@ -132,7 +132,7 @@ class ArrayRule:
     def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
         """Yield the pair (name, tensor) of each tensor in an array.
 
-        `matched` has the text that each "*" of the path's pattern matched.
+        `matched` has the text that each "*" of the rule's path pattern matched.
         """
         name = _filled(self.name, "*", matched)
         num_stacked = len(self.stacked)
@@ -142,18 +142,18 @@ class ArrayRule:
 
 
 def transposed(array: Any) -> Any:
-    """Convert a projection [in, out] to [out, in]."""
+    """Convert a projection's weight [in, out] to [out, in]."""
     return array.T
 
 
 def from_heads(array: Any) -> Any:
-    """Convert a projection from width D to heads: [D, heads, size] becomes [heads * size, D]."""
+    """Convert the weight of a projection to heads: [D, heads, size] becomes [heads * size, D]."""
     dim, heads, size = array.shape
     return array.reshape(dim, heads * size).T
 
 
 def to_heads(array: Any) -> Any:
-    """Convert a projection from heads to width D: [heads, size, D] becomes [D, heads * size]."""
+    """Convert the weight of a projection from heads: [heads, size, D] becomes [D, heads * size]."""
     heads, size, dim = array.shape
     return array.reshape(heads * size, dim).T
 
@@ -167,14 +167,15 @@ def hf_named(
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
             checkpoint. If all paths end in ".value", this suffix is ignored.
         names: rules by path pattern. In a pattern such as "layers.*.attn.q_proj.w", "*" matches one
-            part of the path. A rule may be only a tensor's name, which keeps the array's layout.
+            part of the path. A rule can be just a tensor's name; the array then keeps its layout.
         lora_scale: alpha / rank of the LoRA adapters in the state. The adapters `x_lora_a` and
             `x_lora_b` are merged into the weight `x`.
 
     Raises:
         ValueError: an array cannot be read; or there are paths without a rule or with several
             rules, rules without a path, duplicate names, or adapters without `lora_scale`. The
-            error lists them, and is raised before the first tensor.
+            error lists them, and is raised before the first tensor. During the iteration, an array
+            whose shape does not fit its rule also raises a ValueError.
     """
     given = variable_paths(state)
     arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)
@@ -237,7 +238,7 @@ def _filled(name: str, mark: str, parts: Iterable[object]) -> str:
 
 
 def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, ArrayRule]) -> None:
-    """Raise an error unless the rules match every array exactly once."""
+    """Raise a ValueError that lists all arrays and rules that do not fit each other."""
     used = {pattern for found in chosen.values() for pattern in found}
     named = {
         path: (rules[pattern].name, _matched(pattern, path))

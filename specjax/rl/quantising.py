@@ -1,4 +1,4 @@
-"""Quantises a trainer's plain weights for an engine whose weights are quantised.
+"""Quantises a trainer's plain (unquantised) weights for an engine with quantised weights.
 
 Each quantised weight of the engine is made from one plain weight. The new arrays have the shapes
 and dtypes of the old arrays.
@@ -31,7 +31,7 @@ class Origin(Protocol):
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name and the relative error of the weight that `copy` has quantised, or None."""
+        """The name and relative error of the weight that `copy` quantised, or None if none."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -46,7 +46,7 @@ class Quantising:
     Attributes:
         plain: the plain weight, with an `Origin` instead of its array.
         form: the quantised weight, with shapes instead of arrays. Only i32 arrays, such as the
-            order of inputs, are kept, because an update does not change them.
+            order of input channels, are kept, because an update does not change them.
     """
 
     name: str  # the weight's path in the engine's tree
@@ -175,8 +175,8 @@ def all_sources(
     """Return an `Origin`, which builds the new array, for each array of an engine's `params`.
 
     The entry is None for an array that does not change. For `target` and `own`, see
-    `replace_weights`. If the drafter has a quantised copy of the output head (`Params.head`), a new
-    head also replaces the copy.
+    `replace_weights`. If the drafter has a quantised copy of the output head (`Params.head`), the
+    copy is made again from a new head.
     """
 
     def new(sources: Any, current: Any) -> tuple[list[Origin | None], Any]:

@@ -89,7 +89,7 @@ class WorkerPool:
         self.workers = []
 
     def check_awake(self) -> None:
-        """Raise an error if the workers are asleep, or the pool is closed."""
+        """Raise a RuntimeError if the workers are asleep, or the pool is closed."""
         self.check_open()
         if self.state.sleep_level:
             raise RuntimeError("the workers are asleep; call wake_up")
@@ -107,7 +107,10 @@ class WorkerPool:
     def change_all(
         self, change: Callable[[WorkerState], WorkerState], method: str, *args: Any
     ) -> None:
-        """Call a method of every worker's engine, and change the state of future workers."""
+        """Call a method of every worker's engine, and set the state of later workers.
+
+        `change(state)` returns this state; `state` is the state so far.
+        """
         with self._replacing:  # a worker that is replaced meanwhile would have the old state
             self.call_all(method, *args)
             self.state = change(self.state)
@@ -164,7 +167,10 @@ class WorkerPool:
         return update
 
     def place(self, weights: Weights) -> Any:
-        """Put weights of any form in Ray's object store, as NumPy arrays by name."""
+        """Put weights of any form in Ray's object store, as NumPy arrays by name.
+
+        Return their Ray reference.
+        """
         named = read_named(weights, weights if is_dataclass(weights) else None, "weights")
         arrays = {name: np.asarray(x) for name, x in jax.device_get(named).items()}
         return self._ray.put(arrays)
@@ -182,19 +188,20 @@ class WorkerPool:
             name: what to call a work item in error messages.
             groups: for each group, the places (indices) of the items that one worker gets together.
             send: the function that sends a group's items to a worker. `send(worker, label, places)`
-                returns the Ray reference of the worker's answer. `label` identifies this call of
+                returns the Ray reference of the worker's result. `label` identifies this call of
                 `run`.
-            read: the function that reads an answer. `read(places, answer)` returns one value per
-                place.
+            read: the function that splits a worker's result. `read(places, result)` returns one
+                value per place.
 
         Raises:
             WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
             RolloutError: a device failed; raised after the available values were yielded.
+            RuntimeError: the workers are asleep, or the pool is closed.
         """
         label = next(self._labels)
         work = WorkQueue(groups, MAX_DEATHS)
         free = deque(range(len(self.workers)))
-        busy: dict[Any, _Busy] = {}  # by the reference of the answer
+        busy: dict[Any, _Busy] = {}  # by the reference of the result
         try:
             while work.is_left:
                 self.check_awake()  # `sleep` or `close` may have been called since the last value
@@ -222,7 +229,9 @@ class WorkerPool:
         return self._actor.remote(self._model, self._options, bare, state.weights, state.drafter)
 
     def replace(self, number: int, dead: Any) -> None:
-        """Replace a dead worker by a new one, unless it has been replaced already.
+        """Replace the worker `dead` by a new one, unless it has been replaced already.
+
+        `number` is the worker's index.
 
         Raises:
             WorkersDied: the cluster no longer has the resources for all workers.
@@ -326,7 +335,7 @@ class WorkerPool:
             self._ray.wait(references, num_returns=len(references))
 
     def _get(self, reference: Any) -> Any:
-        """Return the answer behind a reference; raise the engine's errors without Ray's wrapper."""
+        """Return the result behind a reference; raise the engine's errors without Ray's wrapper."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
@@ -339,13 +348,13 @@ class WorkerPool:
     def deaths(self) -> tuple[type[Exception], ...]:
         """The exceptions after which a worker has to be replaced.
 
-        Each means that the worker's process died, its answer was lost, or its device failed.
+        Each means that the worker's process died, its result was lost, or its device failed.
         """
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError, WorkerFailed
 
     def check_open(self) -> None:
-        """Raise an error if the pool is closed."""
+        """Raise a RuntimeError if the pool is closed."""
         if not self.workers:
             raise RuntimeError("the pool of workers is closed; build a new one")
 

@@ -35,7 +35,7 @@ class WorkerState:
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # from its last update; perhaps a target's weights with mtp.*
+    drafter: Any = None  # of its last update; can be target weights with mtp.*
     sleep_level: int = 0
     corpora: Mapping[str, Any] = field(default_factory=dict)
 

@@ -39,7 +39,7 @@ class RayRollouts:
         num_workers: the number of workers, each with one engine.
         ray_options: the Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
         group_size: the maximum number of prompts that a worker gets together. If None, it is half
-            of a worker's average share of the prompts, but at most `max_num_seqs`.
+            of a worker's average share of the prompts, but at most `max_num_seqs` (16 if unset).
         speculative_config, options: as for `RolloutEngine`.
 
     Raises:
@@ -98,8 +98,8 @@ class RayRollouts:
     ) -> RolloutBatch:
         """Continue prompts or aborted rollouts; see `RolloutEngine.generate`.
 
-        Each call sends `history` to the workers. They draft from it, and from the rollouts that
-        they have generated for the same group of prompts.
+        Each call sends a copy of `history` to the workers. A worker drafts from its copy, to which
+        it adds the rollouts of its current group of prompts.
 
         Raises:
             ValueError: a prompt or parameter is not supported.
@@ -128,7 +128,7 @@ class RayRollouts:
     ) -> Iterator[Rollout]:
         """Like `generate`, but yield the rollouts of each group of prompts when the group is done.
 
-        Leaving the iteration aborts the remaining rollouts. Other methods may be called during the
+        Leaving the iteration aborts the remaining rollouts. Other methods can be called during the
         iteration. After an update of weights, all further tokens come from the new weights. After
         `sleep`, call `wake_up` before continuing; otherwise the iteration raises a RuntimeError.
         """
@@ -147,6 +147,7 @@ class RayRollouts:
         Raises:
             ValueError: as for `RolloutEngine.score`, before scoring.
             WorkersDied: workers died repeatedly at the same sample, or cannot be replaced.
+            RuntimeError: the workers are asleep, or a device failed.
         """
         self._pool.check_awake()
         self._pool.call_first("check_score", samples, sampling_params, features=features)

@@ -65,7 +65,7 @@ class StartMaker:
     ) -> Request | None:
         """Return a request that scores `sample`: a rollout, or a pair (prompt, completion).
 
-        Return None if `sample` has no tokens to score.
+        Return None if `sample` has no tokens to score. Error messages call the sample `where`.
 
         Raises:
             ValueError: `sample` is not a rollout or a pair, or some of its tokens cannot be scored.

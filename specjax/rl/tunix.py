@@ -57,8 +57,8 @@ class TunixRollout:
         tokenizer: a tokenizer with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
         mesh: Tunix's mesh for rollouts. Its only device must be the engine's device.
         rollout_config: Tunix's `RolloutConfig` for training, or a mapping from modes to configs. By
-            default, its maximum prompt and output lengths determine `max_model_len`, and its
-            `data_type` determines `dtype`.
+            default, the configs' largest sum of prompt and output length is `max_model_len`, and
+            their `data_type` is `dtype`.
         model: the folder or hub id of the actor's checkpoint, from which the engine is built.
         speculative_config: as for `RolloutEngine`.
         names: rules that map the actor's parameters to names of the checkpoint; see `hf_named`.
@@ -208,8 +208,7 @@ class TunixRollout:
         """Update the engine with the actor's parameters, as a new weights version.
 
         Args:
-            params: the `nnx.state` of the actor, which may have only its parameters or only its
-                LoRA adapters.
+            params: the `nnx.state` of the actor: all parameters, or only the LoRA adapters.
             filter_types: the types by which the state was filtered; None if it was not filtered.
         """
         if isinstance(params, nnx.State):
@@ -355,7 +354,7 @@ def _check_on_device(actor: Any) -> None:
 
 
 def _check_config(config: Any) -> None:
-    """Raise an error for unsupported settings of a `RolloutConfig`."""
+    """Raise a ValueError for unsupported settings of a `RolloutConfig`."""
     refused = {}
     for name in "tensor_parallel_size", "data_parallel_size", "expert_parallel_size":
         if getattr(config, name, 1) not in (-1, 1):
@@ -374,7 +373,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_complete(batch: Sequence[Rollout]) -> None:
-    """Raise an error if a rollout failed, which Tunix's output cannot represent."""
+    """Raise a RuntimeError if a rollout failed, because Tunix's output cannot represent this."""
     for rollout in batch:
         if rollout.finish_reason not in ("stop", "length"):
             raise RuntimeError(

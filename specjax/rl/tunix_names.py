@@ -1,7 +1,7 @@
 """Rules by which `hf_named` renames the parameters of Tunix's models.
 
-Tunix stores projections as [D, heads, size] and [heads, size, D] (D is the hidden size), and other
-kernels as [in, out].
+Tunix stores the weights of attention projections as [D, heads, size] (to heads) or [heads, size, D]
+(from heads), where D is the hidden size. It stores other kernels as [in, out].
 """
 
 from typing import Any

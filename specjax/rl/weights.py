@@ -49,7 +49,7 @@ _WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint
 
 @dataclass(frozen=True)
 class ArraySource:
-    """The arrays of an update from which one of the engine's arrays is built."""
+    """Builds one of the engine's arrays from `parts`, arrays of a weight update; see `Origin`."""
 
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # combines the parts; None if the only part is the array itself
@@ -100,12 +100,12 @@ def replace_weights(
 class WeightUpdate(NamedTuple):
     """The result of a weight update."""
 
-    version: int
-    num_arrays: int
-    num_bytes: int
+    version: int  # the target's new version, or the drafter's if only the drafter was updated
+    num_arrays: int  # number of the engine's arrays that were built from the update's arrays
+    num_bytes: int  # bytes of the update's arrays
     seconds: float  # from the start of the pause until the new weights are in use
-    # The largest error of a weight that was quantised, relative to it in the Frobenius norm; None
-    # if the engine's weights are not quantised.
+    # The largest relative error of a quantised weight: the Frobenius norm of the error, divided by
+    # the norm of the plain weight. None if no weight was quantised.
     largest_error: float | None = None
 
     @classmethod
@@ -135,7 +135,7 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Origin | None]:
     """Return an `Origin`, which builds the new array, for each drafter array; see `stage`.
 
-    `weights` may have the tensor names of published drafters.
+    `weights` can have the tensor names of published drafter checkpoints.
 
     Raises:
         ValueError: the drafter has no weights, or the given weights do not fit.
@@ -421,7 +421,7 @@ def _is_float(dtype: Any) -> bool:
 
 
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
-    """Raise an error if the given draft vocabulary differs from the engine's, which is fixed."""
+    """Raise a ValueError if a draft vocabulary in `given` differs from the engine's."""
     for name, are_offsets in VOCABULARIES.items():
         if name not in given:
             continue

@@ -41,7 +41,7 @@ class WorkQueue:
 
     @property
     def is_left(self) -> bool:
-        """Whether work remains: a group can be taken, or a taken group has no answer yet."""
+        """Whether work remains: a group can be taken, or a taken group is not done yet."""
         return bool(self._taken or (self._waiting and self.deadly is None))
 
     def take(self) -> Group | None:
@@ -53,7 +53,7 @@ class WorkQueue:
         return group
 
     def done(self, group: Group) -> None:
-        """Mark a taken group as answered."""
+        """Mark a taken group as done."""
         self._taken.remove(group)
 
     def died(self, group: Group, error: Exception) -> None:
@@ -66,7 +66,10 @@ class WorkQueue:
 
 
 def num_fitting(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> float:
-    """Return the number of workers that fit on the nodes, if each worker needs `needs`."""
+    """Return the number of workers that fit on the nodes, if each worker needs `needs`.
+
+    `needs` and each node have amounts by the name of a resource.
+    """
     needed = {name: amount for name, amount in needs.items() if amount}
     if not needed:
         return float("inf")

@@ -12,13 +12,13 @@ _LOG = logging.getLogger("specjax")
 
 
 class Admission:
-    """Counts the samples of all requests that are being answered.
+    """Counts the samples that run or wait, over all requests.
 
     Attributes:
         closed: the reasons to refuse all requests, like "paused"; empty if requests are accepted.
 
     Args:
-        limit: the maximum number of samples. A request that would exceed it is refused.
+        limit: the maximum number of samples; see `check`.
     """
 
     def __init__(self, limit: int):
@@ -47,7 +47,7 @@ class Admission:
         request, even if its samples alone exceed the limit.
 
         Raises:
-            APIError: the request is refused.
+            APIError: the request is refused, with status 503 if `closed` has reasons, else 429.
         """
         if self.closed:
             text = f"the engine is {' and '.join(sorted(self.closed))}"

@@ -1,4 +1,4 @@
-"""Runs a request's prompts on the engine, and sends the answer, whole or as a stream of events.
+"""Runs a request's prompts on the engine, and sends the response, whole or as a stream of events.
 
 A stream (server-sent events) has one event per sample and engine step. If the client reads slowly,
 the outputs of several steps are merged into one event, so that no events queue up.
@@ -29,7 +29,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 class Answer:
-    """An ASGI app that runs a job and answers its request."""
+    """An ASGI app that runs a job, and sends the response to the job's request."""
 
     def __init__(self, service: Service, job: Job):
         self._service, self._job = service, job
@@ -77,7 +77,10 @@ class Answer:
 
     @contextmanager
     def _time_limit(self) -> Iterator[None]:
-        """Abort the engine's requests after the time limit; they end with their tokens so far."""
+        """Abort this job's samples if the `with` block takes longer than `max_request_seconds`.
+
+        The samples then end with their tokens so far.
+        """
         limit, loop = self._service.limits.max_request_seconds, asyncio.get_running_loop()
         if limit is None:
             yield

@@ -23,7 +23,7 @@ PASSED_OVER = {
     *("prompt_cache_retention", "session_id", "verbosity", "return_weight_versions"),
 }
 _CONSTRAINED = "its name is structured_outputs"
-# Fields that would change answers, and are not supported, with the alternative.
+# Fields that would change outputs and are not supported, with the reason or the alternative.
 REFUSED: Mapping[str, str] = {
     "suffix": "models here only continue prompts",
     "prompt_embeds": "prompts are texts or token ids",
@@ -48,15 +48,15 @@ Body = TypeVar("Body")
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """Return the request's body as an instance of `kind`, a class of `wire`.
+    """Return the request's body as an instance of `kind`, a msgspec class.
 
     Unknown fields are ignored, and a log line names them. `request.state.num_bytes` is set to the
     size of the body.
 
     Raises:
         APIError: the body is too large, arrives too slowly, is not a JSON object, or has a field
-            with a wrong type or a field that is not supported. Or the server is receiving too many
-            other bodies.
+            with a wrong type or a field that is not supported. Or the bodies that the server is
+            receiving have too many bytes in total.
     """
     service: Service = request.app.state.service
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -76,10 +76,10 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause garbage collection.
+    """Pause garbage collection within the `with` block.
 
-    While the objects of a large body are made, it would visit all of them repeatedly, which takes
-    three times as long as making them.
+    The collector would visit the objects of a large body again and again while they are made. This
+    takes three times as long as making the objects.
     """
     is_enabled = gc.isenabled()
     gc.disable()
@@ -117,9 +117,9 @@ def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 
 
 def shown_names(names: Iterable[str]) -> str:
-    """Return names that a client has sent, in a form that is safe to log.
+    """Return a text that lists `names`, which a client has sent, and that is safe to log.
 
-    Only the first few names are returned. Long names are cut, and line breaks escaped.
+    The text has at most ten names. Long names are cut, and line breaks are escaped.
     """
     return ", ".join(repr(name[:40]) for name in sorted(names)[:_MAX_NAMED])
 

@@ -74,7 +74,7 @@ async def create_chat(request: Request) -> ASGIApp:
 def _prepare(
     service: Service, request: ChatRequest, params: SamplingParams
 ) -> tuple[TokensPrompt, Response]:
-    """Return a conversation as a prompt, and the way to generate and read its responses."""
+    """Render a conversation. Return the prompt, and the `Response` for the prompt's outputs."""
     options = ChatOptions(
         tools=request.tools,
         tool_choice="auto" if request.tool_choice is None else request.tool_choice,
@@ -132,8 +132,8 @@ def render(
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without unknown keys, and log the names of these keys.
 
-    A client may send the server's own answers as earlier messages. The server's answers have
-    further keys, which templates do not need.
+    A conversation can contain messages that the server has generated. They have further keys, which
+    templates do not need.
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}
     if unknown:
@@ -154,10 +154,10 @@ def _num_logprobs(request: ChatRequest) -> int | None:
 
 
 class ChatForm:
-    """Turns outputs into the choices of a chat's answer; see `AnswerForm`.
+    """Turns outputs into the choices of a chat response; see `AnswerForm`.
 
     Args:
-        samples: the message of each sample.
+        samples: a reader for the message of each sample.
     """
 
     whole_object, chunk_object = "chat.completion", "chat.completion.chunk"

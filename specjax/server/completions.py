@@ -86,9 +86,9 @@ def read_prompts(service: Service, request: CompletionRequest) -> list[TokensPro
 
 
 class CompletionForm:
-    """Turns outputs into the choices of a completion's answer; see `AnswerForm`.
+    """Turns outputs into the choices of a completion response; see `AnswerForm`.
 
-    If a request has several prompts, indices of choices count the samples of all prompts.
+    The index of a choice counts the samples of all prompts: it is prompt index * n + sample index.
     """
 
     whole_object = chunk_object = "text_completion"

@@ -1,7 +1,7 @@
 """A connection of uvicorn, with limits on request headers and on clients that read nothing.
 
 Without these limits, a client could fill uvicorn's memory with one endless header, or hold
-connections without ever sending a request or reading an answer.
+connections without ever sending a request or reading a response.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ class Connection(HttpToolsProtocol):
     Args:
         max_stall_seconds: the maximum time to receive a head, from the start of the connection, or
             from the first byte of a later request. Then the connection is closed. The connection is
-            also closed if the client reads nothing for this time after an answer is complete.
-            (While an answer is streamed, `Events` watches the client.)
+            also closed if the client reads nothing for this time after a response is complete.
+            (While a response is streamed, `Events` watches the client.)
     """
 
     def __init__(self, *arguments: Any, max_stall_seconds: float, **options: Any):
@@ -29,7 +29,7 @@ class Connection(HttpToolsProtocol):
         self._max_stall_seconds = max_stall_seconds
         self._num_head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # runs while a head is expected
-        self._num_unread = 0  # bytes of complete answers that the client had not read
+        self._num_unread = 0  # bytes of complete responses that the client had not read
         self._watch: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -75,9 +75,9 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _check_reading(self) -> None:
-        """Close the connection if the client has stopped reading an answer since the last call.
+        """Close the connection if the client has read no part of a response since the last call.
 
-        Otherwise, schedule the next call. `Events` watches the client of a streamed answer.
+        Otherwise, schedule the next call. `Events` watches the client of a streamed response.
         """
         has_answered = self.cycle is None or self.cycle.response_complete
         is_over = has_answered or self.transport.is_closing()

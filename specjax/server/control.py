@@ -23,7 +23,7 @@ from specjax.server.admission import Admission
 from specjax.server.errors import APIError
 from specjax.server.operations import Operations
 
-# What the engine is while it runs no step.
+# States in which the engine runs no step.
 PAUSED, ASLEEP, TORN = "paused", "asleep", "without whole weights, as an update failed half-way"
 POLL_SECONDS = 0.01
 MAX_BYTES_PER_WEIGHT = 4
@@ -31,14 +31,17 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 
 def max_bytes(params: Params) -> int:
-    """Return the maximum size in bytes of an update to an engine's `params`, over all parts."""
+    """Return the maximum number of bytes of an engine's weight update, summed over its parts."""
     num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
     return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 
 
 @dataclass
 class Gathering:
-    """Parts of new weights that wait for the end of an update: arrays by Hugging Face name."""
+    """The arrays, by name, that the parts of an unfinished weight update have brought so far.
+
+    `is_drafter` says whether they are weights of the drafter or of the target.
+    """
 
     is_drafter: bool
     arrays: dict[str, Any] = field(default_factory=dict)
@@ -47,8 +50,8 @@ class Gathering:
         """Add a part of the new weights.
 
         Raises:
-            ValueError: the update already has an array of this part, or would have more than
-                `limit` bytes. Then nothing is added.
+            ValueError: the update already has an array with a name in `part`, or would have more
+                than `limit` bytes. Then nothing is added.
         """
         if twice := sorted(self.arrays.keys() & part.keys()):
             raise ValueError(f"the update has {twice[0]} already")
@@ -66,7 +69,7 @@ class Control:
 
     Attributes:
         turn: a lock; requests that change the engine hold it.
-        gathering: parts of an update that has started and not finished; None if there is none.
+        gathering: the parts so far of an unfinished update; None while no update has started.
         operations: counts and times of updates and pauses so far.
         sleep_level: 0 while the engine is awake; see `LLM.sleep`.
     """
@@ -122,9 +125,9 @@ class Control:
         await self._go(ASLEEP)
 
     async def abort(self, names: Sequence[str]) -> int:
-        """Abort the requests whose answers have these ids, or all if `names` is empty.
+        """Abort the requests whose responses have these ids, or all requests if `names` is empty.
 
-        Return the number of aborted requests.
+        Return the number of aborted prompts: a request can have several.
         """
 
         def is_named(request_id: str) -> bool:

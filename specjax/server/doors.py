@@ -127,7 +127,7 @@ async def version(request: Request) -> Response:
 
 
 async def load(request: Request) -> Response:
-    """Answer /load: the number of requests that are being answered."""
+    """Answer /load: the number of completion and chat requests that run or wait."""
     service: Service = request.app.state.service
     return _json({"server_load": service.monitor.num_open})
 

@@ -1,4 +1,4 @@
-"""Makes metrics for prometheus_client. All of them have the labels of the server."""
+"""Makes metrics for prometheus_client. Each metric has the labels of the server."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any

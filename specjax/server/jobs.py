@@ -20,7 +20,7 @@ MAX_ID_CHARS = 200
 
 
 class AnswerForm(Protocol):
-    """Turns outputs into the choices of an answer, which differ between completions and chats."""
+    """Turns outputs into a response's choices, whose fields differ for completions and chats."""
 
     whole_object: str
     chunk_object: str
@@ -38,7 +38,7 @@ class AnswerForm(Protocol):
         ...
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return further fields of an answer that is not streamed."""
+        """Return further fields of a response that is not streamed, by name."""
         ...
 
     def token_details(self) -> dict[str, int] | UnsetType:
@@ -48,7 +48,7 @@ class AnswerForm(Protocol):
 
 @dataclass(frozen=True)
 class Job:
-    """A request's prompts and sampling parameters, and the form of its answer."""
+    """A request's prompts and sampling parameters, and the form of its response."""
 
     id: str
     model: str
@@ -67,7 +67,7 @@ class Job:
 
 
 def new_id(prefix: str, request: GenerationFields) -> str:
-    """Return the id of an answer: the prefix, and the `request_id` of the request or a new one.
+    """Return the id of a response: the prefix, and the request's `request_id` or a random UUID.
 
     Raises:
         APIError: the `request_id` is too long, or has characters that are not printable.
@@ -83,7 +83,7 @@ async def check_job(service: Service, job: Job) -> None:
     """Check a job before it is submitted to the engine, and compile its grammar if it has one.
 
     Raises:
-        APIError: there are too many samples or log-probabilities, a prompt with its answer exceeds
+        APIError: there are too many samples or log-probabilities, a prompt and its output exceed
             the maximum context length, or the grammar is not supported or takes too long to
             compile.
     """
@@ -114,7 +114,7 @@ def _check_lengths(service: Service, job: Job) -> None:
 
 
 def _check_logprobs(service: Service, job: Job) -> None:
-    """Refuse a request whose log-probabilities would fill the memory."""
+    """Refuse a request for more than `max_request_logprobs` log-probabilities."""
     params, limit, longest = job.params, service.limits.max_request_logprobs, service.max_model_len
     most = service.llm.config.max_logprobs  # -1 asks for this number
     per_token = {name: getattr(params, name) for name in ("logprobs", "prompt_logprobs")}

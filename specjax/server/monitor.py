@@ -21,7 +21,7 @@ from specjax.server.histogram import Histogram
 _LONG = (10.0, 20.0, 40.0, 80.0)
 _MIDDLE = (0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5)
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, *_MIDDLE, *_LONG, 160.0, 640.0, 2560.0)
-# vLLM's begin at 10 ms. With drafts, several tokens arrive in less.
+# vLLM's buckets begin at 10 ms. With drafts, tokens can arrive in less time.
 ITL = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075)
 ITL = (*ITL, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, *_LONG)
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
@@ -49,7 +49,7 @@ class Monitor(Collector):
     """Collects the metrics of a server.
 
     Attributes:
-        families: makes metrics with the labels of this server.
+        families: the object that makes metrics with the labels of this server.
         registry: all collectors of the server's metrics, including this one.
     """
 
@@ -62,7 +62,7 @@ class Monitor(Collector):
         self.registry.register(self)
 
     def expose(self) -> bytes:
-        """Return all metrics in Prometheus' text format. May wait for the engine."""
+        """Return all metrics in Prometheus' text format. This can wait for the engine."""
         return generate_latest(self.registry)
 
     def observe(self, name: str, value: float) -> None:

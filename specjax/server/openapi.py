@@ -1,4 +1,4 @@
-"""Describes the endpoints in OpenAPI's format, at /openapi.json, from the classes of requests."""
+"""Serves /openapi.json: an OpenAPI description of the endpoints, made from the request classes."""
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any

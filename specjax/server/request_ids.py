@@ -1,4 +1,4 @@
-"""Adds the header X-Request-Id to answers."""
+"""Adds the header X-Request-Id to HTTP responses."""
 
 import uuid
 
@@ -9,7 +9,7 @@ HEADER = "X-Request-Id"
 
 
 class RequestIdHeader:
-    """Middleware that gives an answer the X-Request-Id of its request, or else a new one."""
+    """Middleware that sets X-Request-Id in HTTP responses: the request's id, or else a new one."""
 
     def __init__(self, app: ASGIApp):
         self._app = app

@@ -1,4 +1,4 @@
-"""The times and the numbers of drafts of one request, in the format of vLLM's answers."""
+"""The times and the numbers of draft tokens of one request, with the names in vLLM's responses."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from specjax.server.settings import ServerSettings
 def request_metrics(found: RequestMetrics, settings: ServerSettings, k: int) -> dict[str, Any]:
     """Return the metrics of a request, as far as the settings enable them.
 
-    `k` is the maximum number of drafts per round.
+    `k` is the maximum number of draft tokens per round.
     """
     metrics: dict[str, Any] = {}
     if settings.enable_per_request_metrics:
@@ -37,9 +37,10 @@ def _times(found: RequestMetrics) -> dict[str, float | None]:
 
 
 def _drafts(found: RequestMetrics, k: int) -> dict[str, Any]:
-    """Return the numbers of a request's rounds, drafts and accepted drafts, and their rates.
+    """Return the acceptance rates of a request, and the counts from which they are computed.
 
-    Only rounds with drafts count. Each round yields its accepted drafts and one more token.
+    The counts are numbers of rounds, draft tokens and accepted draft tokens. Only rounds with
+    drafts count. Each round yields its accepted draft tokens and one more token.
     """
     rounds = found.rounds
     num_drafts, num_accepted = (sum(pair[i] for pair in rounds) for i in range(2))

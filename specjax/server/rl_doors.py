@@ -41,7 +41,7 @@ class UpdateQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
-    """The body of /abort_requests: ids of answers. An empty list is for all requests."""
+    """The body of /abort_requests: ids of responses. An empty list aborts all requests."""
 
     request_ids: list[str] = []
 
@@ -77,11 +77,11 @@ Door = Callable[[Service, Control, Request], Awaitable[Any]]
 def _route(
     path: str, door: Door, method: str = "POST", *, is_update: bool = False, **classes: Any
 ) -> DescribedRoute:
-    """Return an endpoint that answers with JSON.
+    """Return an endpoint whose responses are JSON.
 
-    `door` is the function that computes the answer. A ValueError that it raises becomes status 400.
-    If `is_update` is true, the request is timed as a weight update. `classes` are further arguments
-    of `DescribedRoute`.
+    The function `door` returns the body of a response. If `door` raises a ValueError, the response
+    has status 400. If `is_update` is true, the request is timed as a weight update. `classes` are
+    further arguments of `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:
@@ -114,7 +114,7 @@ def _query(request: Request, kind: Any) -> Any:
 
 
 async def _body(request: Request, kind: Any) -> Any:
-    """Return the body, or the defaults if there is none."""
+    """Return the request's body as an instance of `kind`; without a body, one with defaults."""
     headers = request.headers
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return kind()

@@ -8,14 +8,14 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 
 class RoundReports:
-    """Splits the tokens of samples into rounds: accepted drafts, and one token of the target."""
+    """Splits a sample's tokens into rounds: accepted draft tokens, then one token of the target."""
 
     def __init__(self, tokenizer: ChatTokenizer):
         self._tokenizer = tokenizer
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
 
     def of(self, index: int, sample: CompletionOutput) -> list[DraftRound]:
-        """Return the rounds that produced the new tokens of sample number `index`."""
+        """Return the rounds that produced the new tokens in `sample`, the sample number `index`."""
         known = self._token_ids[index]
         start = len(known)
         known += sample.token_ids

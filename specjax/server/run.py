@@ -24,7 +24,7 @@ _LOG = logging.getLogger("specjax")
 def bind(settings: ServerSettings) -> socket.socket:
     """Return a socket that listens on the address in the settings.
 
-    Clients may connect before the server runs. Their requests then wait.
+    Clients can connect before the server runs. Their requests then wait.
 
     Raises:
         ValueError: the address is in use or not available.
@@ -54,7 +54,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 def _is_served(path: str) -> bool:
     """Return whether a server listens on the Unix socket at `path`.
 
-    If its server has ended, remove the socket.
+    If no server listens any more, remove the socket.
     """
     with socket.socket(socket.AF_UNIX) as probe:
         try:

@@ -14,10 +14,12 @@ OPEN = {"/", "/health", "/ping", "/version", "/metrics", "/load"}
 
 
 class KeyCheck:
-    """Middleware that refuses requests without a valid key, except requests to the paths in `OPEN`.
+    """Middleware that refuses HTTP requests without a valid key.
 
-    The digest of the given key is compared with the digests of all valid keys, each in constant
-    time. So the response time reveals nothing about the keys.
+    Requests to the paths in `OPEN` need no key. ASGI scopes other than HTTP are passed on without a
+    check. The digest of the request's key is compared with the digests of all valid keys, each in
+    constant time. So the response time depends on the number of valid keys, but reveals nothing
+    about their characters.
     """
 
     def __init__(self, app: ASGIApp, keys: Collection[str]):

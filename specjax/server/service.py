@@ -96,7 +96,7 @@ class Service:
         return [] if self.control is None else self.control.weights.versions
 
     def max_prompt_tokens(self, request: GenerationFields) -> int | None:
-        """Return how many tokens a request's prompts may have; None if they will be truncated."""
+        """Return the maximum number of tokens per prompt; None if prompts will be truncated."""
         return self.max_model_len if request.truncate_prompt_tokens is None else None
 
     def public(self, text: str) -> str:
@@ -104,7 +104,7 @@ class Service:
         return text if self._folder is None else text.replace(self._folder, self.names[0])
 
     def check_model(self, name: str | None) -> str:
-        """Return the model's name to put in the answer. `name` is the name in the request, or None.
+        """Return the model's name for the response. `name` is the name in the request, or None.
 
         Raises:
             APIError: there is no model with this name.

@@ -25,7 +25,7 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Upper limits for clients. Each field's help says what happens beyond it."""
+    """Upper limits for clients. Each field's help says what happens beyond the limit."""
 
     max_body_bytes: int = _flag(2**24, "size of a request's body; beyond it: 413")
     max_pending_bytes: int = _flag(2**28, "size of all bodies being received; beyond it: 429")
@@ -197,7 +197,7 @@ class ServerSettings:
         Return None without this setting.
 
         Raises:
-            ValueError: it is neither the name of a format nor a file with a valid template.
+            ValueError: the setting is neither a format's name nor a file with a valid template.
         """
         given = self.response_template
         if given is None or given in FORMATS:

@@ -1,4 +1,4 @@
-"""The bodies of requests and answers, with the names and defaults of OpenAI's API and of vLLM.
+"""The bodies of requests and responses, with the names and defaults of OpenAI's API and of vLLM.
 
 A field of a request that is null counts as absent. `SamplingParams` checks the values.
 """
@@ -139,7 +139,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class TokenizeReply(Struct):
-    """The answer of /tokenize."""
+    """The response body of /tokenize."""
 
     count: int
     max_model_len: int
@@ -148,7 +148,7 @@ class TokenizeReply(Struct):
 
 
 class DetokenizeReply(Struct):
-    """The answer of /detokenize."""
+    """The response body of /detokenize."""
 
     prompt: str
 
@@ -170,9 +170,9 @@ class Usage(Struct):
 
 
 class DraftRound(Struct):
-    """The tokens of a round as texts: its accepted drafts, then one token of the target.
+    """The tokens of a round as texts: its accepted draft tokens, then one token of the target.
 
-    `num_drafts` also counts the drafts that were rejected.
+    `num_drafts` also counts the draft tokens that were rejected.
     """
 
     num_drafts: int
@@ -235,7 +235,7 @@ class Delta(Struct):
 
 
 class Message(Struct):
-    """The message that answers a chat."""
+    """The assistant's message in a chat response."""
 
     role: str
     content: str | None
@@ -269,7 +269,7 @@ class ChatChoice(Struct):
 
 
 class Reply(Struct, kw_only=True):
-    """The answer to a completion or a chat, or one event of a streamed answer."""
+    """The response body of a completion or a chat, or one event of a streamed response."""
 
     id: str
     object: str

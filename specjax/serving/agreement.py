@@ -1,8 +1,8 @@
 """Connects the processes of an LLM, and refuses processes with other options, versions or files.
 
-Process 0 has the options, and sends them to the other processes. A caller may also set options in
-another process. They must have the values of process 0, except paths and options like `verbose`,
-which each process sets for itself. Each process reads its own copy of the checkpoint.
+Process 0 sends its options to the other processes. A caller can also set options in another
+process, but only to the values of process 0. Exceptions are paths and options like `verbose`, which
+each process sets for itself. Each process reads its own copy of the checkpoint.
 """
 
 import hashlib
@@ -22,13 +22,15 @@ from specjax.engine.hosts import LEADER, Hosts
 from specjax.engine.meeting import Meeting, join
 from specjax.serving.options import DEFAULTS
 
-# Options that may differ between processes, next to the fields of `Meeting`.
+# Options that may differ between processes.
 OWN = {"verbose", "compilation_cache", "params", *Meeting._fields}
 FITTED = "num_pages", "num_snapshots"  # depend on the free memory, so the smallest number counts
 
 
 def lead(model: Any, meeting: Meeting, options: Mapping[str, Any]) -> Hosts | None:
-    """Connect with the other processes as process 0; return None if there are no others.
+    """Connect with the other processes as process 0, and return the connection.
+
+    Return None if there are no other processes.
 
     Raises:
         ValueError: this is not process 0, the options do not allow other processes, or another
@@ -87,8 +89,11 @@ def meet(options: Mapping[str, Any], meeting: Meeting) -> tuple[Hosts, dict[str,
 def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
     """Check that all processes have equal versions and options, and return this process's options.
 
-    This process takes the options that it does not set from process 0. Options such as paths may
+    Options that this process does not set are taken from process 0. Options such as paths can
     differ between processes.
+
+    Raises:
+        ValueError: a process has other versions or options than process 0.
     """
     agree(
         hosts,
@@ -118,8 +123,8 @@ def _share_options(hosts: Hosts, options: Mapping[str, Any]) -> dict[str, Any]:
 def _is_equal(one: Any, other: Any) -> bool:
     """Return whether two values of an option are equal.
 
-    For mappings, only the keys that both of them have are compared. Paths of models and of profiles
-    may differ.
+    For two mappings, only their common keys are compared. Paths of models and of profiles are not
+    compared.
     """
     pair: list[Any] = [asdict(x) if isinstance(x, SpeculativeConfig) else x for x in (one, other)]
     if all(isinstance(x, Mapping) for x in pair):
@@ -194,7 +199,8 @@ def agreed_config(hosts: Hosts, config: EngineConfig) -> EngineConfig:
 def _digest(folder: Path) -> str:
     """Return a digest of a checkpoint's config and weight files.
 
-    For a weight file, it covers the name, the size and the safetensors header, but no weights.
+    For a weight file, the digest covers the name, the size and the safetensors header, but not the
+    weights.
     """
     digest = hashlib.sha256((folder / "config.json").read_bytes())
     for path in sorted(find_weights(folder)):

@@ -83,12 +83,12 @@ class Plan:
 
     @property
     def num_drafts(self) -> int:
-        """The maximum number of drafts in a round."""
+        """The maximum number of draft tokens per request in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
     @property
     def head_bytes(self) -> int:
-        """The bytes of the drafter's quantised copy of an output head; 0 if it has none."""
+        """The bytes, per device, of the drafter's quantised copy of an output head; 0 if none."""
         target = shapes_of(self.source.specs, self.dtype.name)
         if self.source.params is not None and self.source.target.num_devices == 1:
             target = shapes_like(self.source.target, self.source.params)
@@ -100,7 +100,7 @@ class Plan:
         return sum(x.size * x.dtype.itemsize for x in each)
 
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches, and of the drafter's caches.
+        """Return the bytes of the target's caches and of the drafter's caches, as a pair.
 
         `dtype` is the dtype of pages that are not stored in 8 bits.
         """
@@ -354,7 +354,7 @@ def _assemble(
 
 
 def _load(source: ModelSource, dtype: str, placement: Placement, log: Log) -> Any:
-    """Return the weights of a model on their devices, from its folder or its given arrays."""
+    """Load a model's weights from its folder, or take its given arrays; place them on devices."""
     size = decimal(weight_bytes(source.specs, dtype))
     log(f"loading {source.folder or source.origin}: {size} of weights in {dtype}")
     if source.folder is not None:

@@ -73,7 +73,7 @@ class CorpusMethods:
     _check_open: Any
 
     def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """Add a corpus: texts, or lists of token ids, that drafts may repeat.
+        """Add a corpus: texts, or lists of token ids, from which drafts can be copied.
 
         This helps if outputs quote the texts, for example code. Corpora do not change outputs. A
         token takes about 350 bytes of host memory.
@@ -91,7 +91,7 @@ class CorpusMethods:
         return read_corpus(name, texts, self.tokenizer, self.target.vocab_size)
 
     def _index_corpus(self, name: str, tokens: list[list[int]]) -> None:
-        """Add a corpus that `_read_corpus` has returned. Meanwhile, no step is planned."""
+        """Add a corpus. `tokens` is a result of `_read_corpus`. Meanwhile, no step is planned."""
         with self._lock:
             self._check_open()
             for corpora in corpora_of(self.engine):
@@ -118,9 +118,10 @@ class AsyncCorpusMethods:
     _llm: Any
 
     async def add_corpus(self, name: str, texts: Sequence[str | Sequence[int]]) -> None:
-        """See `LLM.add_corpus`. Requests run while the texts become tokens.
+        """See `LLM.add_corpus`.
 
-        They wait while the tokens are indexed, about a second per million.
+        Requests run while the texts are tokenised. Requests wait while the tokens are indexed,
+        which takes about a second per million tokens.
         """
         tokens = await asyncio.to_thread(self._llm._read_corpus, name, texts)
         await asyncio.wrap_future(self.apply(lambda llm: llm._index_corpus(name, tokens)))

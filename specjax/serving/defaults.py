@@ -43,7 +43,7 @@ _NARROW = ("float16", "half")
 
 
 class Defaults(NamedTuple):
-    """The values of options that are None, and of dtype="auto"."""
+    """The values that replace None in options, and the dtype for dtype="auto"."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -77,7 +77,7 @@ def check_options(
     compilation_cache: Any,
     verbose: Any,
 ) -> None:
-    """Check the options of an LLM that are not part of its config.
+    """Check the options of an LLM that are not fields of `EngineConfig`.
 
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.

@@ -21,8 +21,8 @@ from specjax.host.speculation.methods import adaptive_policy, profile_policy, re
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile, mean_profile
 
-# Maximum size of a vector that a fingerprint covers. Norms and biases are smaller, and training
-# changes them.
+# Maximum number of elements of a vector that a fingerprint covers. Norms and biases have fewer, and
+# training changes them.
 _LARGEST_LEAF = 2**16
 
 
@@ -54,8 +54,8 @@ def policy_of(
 ) -> Policy:
     """Return the policy that chooses K according to a speculative_config.
 
-    `profile` is the profile that the config names. `batches` are the sizes to which rounds are
-    padded.
+    `profile` is the profile that the config names, or None. `batches` are the batch sizes to which
+    rounds are padded.
     """
     if config is None:
         return StaticPolicy(0)
@@ -72,9 +72,10 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """Return a digest of a target and its drafter.
+    """Return a digest, 16 hex digits, that identifies a target and its drafter.
 
-    The digest covers their architectures, and their weights that are short vectors, such as norms.
+    The digest covers their architectures, including the number of devices. It also covers those
+    weights, such as norms, that have one axis and at most 65,536 elements.
     """
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
@@ -90,7 +91,7 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
     refuse nor warn.
 
     Raises:
-        ValueError: the profile was measured on another model.
+        ValueError: the profile was measured with another model, drafter or number of devices.
     """
     if config.dynamic_config_force:
         return
@@ -114,8 +115,8 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 def save_profile(engine: Engine, path: Path) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
-    The profile has times of rounds and acceptance rates. They are averaged over replicas, weighted
-    by the replicas' numbers of rounds.
+    The profile has times of rounds and acceptance rates. Both are means over replicas, weighted by
+    the replicas' numbers of rounds.
 
     Raises:
         ValueError: the policy does not learn times; or the engine has the option `exact`, with

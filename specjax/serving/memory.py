@@ -24,7 +24,7 @@ SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their
 
 
 class CacheBytes(NamedTuple):
-    """The bytes that a cache takes for each page and for each request."""
+    """The bytes that a cache takes, on each device, for each page and for each request."""
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
@@ -39,13 +39,13 @@ class CacheBytes(NamedTuple):
         return self.per_page - sum(per_page for _, per_page in self.windows)
 
     def of_pages(self, config: EngineConfig, max_drafts: int) -> int:
-        """Return the bytes of all pages of an engine."""
+        """Return the bytes of all pages, for up to `max_drafts` draft tokens per request."""
         return config.num_pages * self.per_full_page + sum(
             window_pages(config, window, max_drafts) * per_page for window, per_page in self.windows
         )
 
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
-        """Return the config with pages for every request at full length, or with as many as fit.
+        """Return the config with pages for every request at full length, or as many pages as fit.
 
         Return None if a single request does not fit in `room` bytes. `config.num_pages` is ignored.
         A layer with a window gets as many pages as `window_pages` returns, but not more than would
@@ -73,7 +73,7 @@ def target_cache_bytes(
     windows: Sequence[int] = (),
     page_format: PageFormat | None = None,
 ) -> CacheBytes:
-    """Return the bytes of a model's cache for steps of up to `max_drafts` drafts.
+    """Return the bytes of a model's cache, for up to `max_drafts` draft tokens per request.
 
     `windows` are the result of `page_windows`. `page_format` is the format of 8-bit pages; None
     for pages of `dtype`.
@@ -244,7 +244,7 @@ class EngineNeeds(NamedTuple):
         gpu_memory_utilization: float,
         max_drafts: int,
     ) -> EngineConfig:
-        """Return the config with pages for every request at full length, or with as many as fit.
+        """Return the config with pages for every request at full length, or as many pages as fit.
 
         Raises:
             ValueError: there is no room for one request of full length.
@@ -278,8 +278,8 @@ def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> 
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
     The device's default is halved until the recurrent states and their snapshots (a quarter of
-    their size) take at most half of the memory that is left after loading weights of `weights`
-    bytes. If the free memory is unknown, the device's default is returned.
+    their size) take at most half of the free memory that remains after loading `weights` bytes. If
+    the free memory is unknown, the device's default is returned.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot

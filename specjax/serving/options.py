@@ -1,6 +1,7 @@
 """The options of an LLM by name, with types and defaults.
 
-The docstring of `LLM` describes them. None and "auto" mean defaults that depend on the device.
+The docstring of `LLM` describes them. For most options, None and "auto" mean a default that depends
+on the device or the model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -19,10 +19,12 @@ WINDOWS = "sliding_window"
 
 
 class ChosenPages(NamedTuple):
-    """The result of `choose_pages`: the page formats of target and drafter, and the model.
+    """The result of `choose_pages`.
 
-    The model in the result has settings for pages. A format is None if pages have the model's
-    dtype.
+    Attributes:
+        source: the model, with settings for its pages.
+        target: the format of the target's pages; None for pages of the model's dtype.
+        drafter: the format of the drafter's pages, or None.
     """
 
     source: ModelSource
@@ -40,8 +42,8 @@ def choose_pages(
 ) -> ChosenPages:
     """Return the page formats for `kv_cache_dtype` and `kv_cache_dtype_skip_layers`.
 
-    The result also has the model, which now knows the layers whose pages are not in 8 bits. If the
-    format has one scale per layer, the model gets the checkpoint's scales.
+    The result also has the model, in which the skipped layers are marked: their pages are not in 8
+    bits. If the format has one scale per layer, the model gets the checkpoint's scales.
 
     Raises:
         ValueError: an option is invalid; the message says which values are allowed.
@@ -66,7 +68,7 @@ def choose_pages(
 
 
 def _format(name: str, kernels: str) -> PageFormat | None:
-    """Return the page format with this name, for the device on which engines run."""
+    """Return the page format of a `kv_cache_dtype` on this device; None for the model's dtype."""
     stored = PAGE_FORMATS.get(name)
     on_cpu = default_device().platform == "cpu" and kernels != "interpret"
     return FP8_BYTES if on_cpu and stored == FP8 else stored
@@ -99,7 +101,7 @@ def _kept_layers(target: Model, skipped: Any) -> tuple[int, ...]:
 
 
 def _ranges(numbers: list[int]) -> str:
-    """Return ascending numbers as text, with ranges of adjacent numbers."""
+    """Return ascending numbers as text, with ranges of adjacent numbers, like "0-3, 7"."""
     ends = [i for i in numbers if i + 1 not in numbers]
     starts = [i for i in numbers if i - 1 not in numbers]
     pairs = zip(starts, ends, strict=True)
@@ -107,7 +109,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def _layer_scales(source: ModelSource, log: Log) -> tuple[tuple[float, float], ...]:
-    """Return the scales of each layer's pages from the checkpoint; () if it has none."""
+    """Return the checkpoint's pair of scales for each layer's pages; () if it has no scales."""
     if source.folder is None or not source.has_weights:
         return ()
     target, files = source.target, open_checkpoint(source.folder)

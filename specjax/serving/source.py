@@ -173,13 +173,13 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """Return the drafter and its parameters, after checking that the drafter fits the target.
 
-    The parameters are only shapes in three cases: `config.model` is `OWN_SHAPE`, which asks for a
-    head without a checkpoint; the target has no weights, and the drafter is the target's own
-    module; or neither the target nor the drafter's folder has weights.
+    The parameters are only shapes in three cases: `config.model` is `OWN_SHAPE`, which requests a
+    head without a checkpoint; the target has no weights, and the drafter is part of the target's
+    checkpoint, as an MTP module; or neither the target nor the drafter's folder has weights.
 
     Raises:
-        ValueError: the drafter is the target's own module, but the target is a `Model` value, and
-            so has no folder.
+        ValueError: the drafter should be in the target's checkpoint, but the target is a `Model`
+            value, which has no checkpoint.
         CheckpointError: there is no such checkpoint, or the drafter does not fit the target.
     """
     target, is_module = source.target, config.model is None and config.method in OWN_SHAPES

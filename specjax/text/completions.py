@@ -175,10 +175,10 @@ def _rounds_of(sample: Sequence) -> Iterator[tuple[int, int]]:
 
 
 class Shown:
-    """Selects what the user of a growing output gets next: all of it, or only the new tokens.
+    """Selects the part of a growing output that its user gets next.
 
-    `kind` chooses one of the two. `before` is an unfinished output that the user already has, or
-    None.
+    `kind` says which part: everything so far, only the new tokens, or nothing until the output is
+    complete. `before` is an unfinished output that the user already has, or None.
     """
 
     def __init__(self, kind: RequestOutputKind, before: CompletionOutput | None = None):
@@ -265,5 +265,5 @@ def with_text(
 
 
 def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
-    """Return the tokens before index `end` that may spell a character together with token `end`."""
+    """Return the tokens before index `end` that could form one character with token `end`."""
     return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

@@ -13,7 +13,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-_MAX_WINDOW = 8  # tokens; a shorter window is the next context, as its text is known
+_MAX_WINDOW = 8  # tokens; a shorter window, whose text is known, becomes the next context
 TEXT = -1  # the result of `_kind` for a token that has text and is not a byte token
 
 
@@ -61,7 +61,7 @@ class StopStrings:
     def stable(self) -> str:
         """The part of the text that no later token can change.
 
-        The end of the text is excluded if a later token may complete a stop text or a character.
+        The end of the text is excluded if a later token could complete a stop text or a character.
         """
         if self.stop_reason is not None:
             return self.text
@@ -78,7 +78,7 @@ class StopStrings:
         """Append tokens. If one of them completes a stop text, ignore the tokens after it.
 
         Return the number of tokens up to and including the token that completes a stop text; None
-        if no stop text is complete. Nothing may be appended after a stop text.
+        if no stop text is complete. Do not call this once a stop text was completed.
         """
         assert self.stop_reason is None, "the output has stopped"
         if not self._stop:
@@ -92,7 +92,7 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut the text there."""
+        """Return whether a stop text ends after the index `new`. If so, cut `text` there."""
         if not self._stop:
             return False
         characters = self._text.characters
@@ -223,10 +223,10 @@ class _ByteRun:
 class _GrowingText:
     """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
-    Each token is decoded together with only the last few tokens before it. Earlier tokens do not
-    change the text that it adds. SentencePiece's byte tokens are an exception: one invalid byte
-    changes the characters of the whole run of byte tokens around it. Therefore this class tracks
-    these runs.
+    Each token is decoded together with only the last few tokens before it, because earlier tokens
+    do not change the text that the token adds. SentencePiece's byte tokens are an exception: one
+    invalid byte changes the characters of the whole run of byte tokens around this byte. Therefore
+    this class tracks these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):

@@ -261,6 +261,8 @@ class RequestMaker:
     ) -> Request:
         """Return a request that computes log-probabilities of `output`, and generates no token.
 
+        If `exports_features`, the request also returns the target's hidden states.
+
         Raises:
             ValueError: the prompt, the output or a parameter cannot be served.
         """

@@ -110,7 +110,7 @@ def p_eagle_logits(
 ) -> Sequence[jax.Array]:
     """Return the logits of a P-EAGLE head; see `BlockLogits`.
 
-    The row before a block predicts the first draft, and the block's mask rows predict the others.
+    The row of the last known token predicts the first draft, and the mask rows predict the others.
     """
     own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
     context = ContextRows.of(size, length)

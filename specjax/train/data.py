@@ -36,7 +36,7 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
 def read_documents(
     paths: Sequence[Path], tokenizer: Tokenizer, eos_token: str = EOS
 ) -> list[Document]:
-    """Return the documents in files or folders, tokenized as <s> prompt answer </s>.
+    """Return the documents in files or folders. Texts are tokenized as <s> prompt answer </s>.
 
     Raises:
         ValueError: as for `read_rows`, or the tokenizer has no end-of-sequence token.

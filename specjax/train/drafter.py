@@ -51,7 +51,7 @@ class HeadSizes:
         block_size: for a DFlash head, one more than its number of drafts; for a DSpark head, its
             number of drafts.
         mask_token_id: the token that DFlash, DSpark and P-EAGLE heads read in place of unknown
-            tokens. Texts should not contain it.
+            tokens. Texts should not contain it. These heads need it; there is no default.
         markov_rank: the rank of the matrix by which a DSpark head corrects logits for the previous
             token.
         num_heads: the number of Medusa heads; each head makes one draft.

@@ -91,8 +91,8 @@ def unrolled_loss(
 
     In training, the head makes its drafts in the same way as in serving ("training-time test", Li
     et al. 2025, section 3.2). The loss is the cross-entropy between the target's and the head's
-    distributions, summed over drafts. Draft j has the weight decay^j. Positions whose most likely
-    token is not in the draft vocabulary are ignored.
+    distributions, summed over drafts. Draft j = 0, 1, ... has the weight decay^j. Positions whose
+    most likely token is not in the draft vocabulary are ignored.
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)
@@ -124,7 +124,7 @@ def medusa_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the sum of all heads' cross-entropies to the target's distribution.
 
-    Head i has the weight decay^i (Cai et al. 2024, section 2.2).
+    Head i = 0, 1, ... has the weight decay^i (Cai et al. 2024, section 2.2).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, heads, batch)

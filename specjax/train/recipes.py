@@ -1,6 +1,8 @@
-"""Runs `specjax train`, which writes a checkpoint folder in the published layout.
+"""Runs `specjax train`: trains a model or a drafter, and writes its checkpoint with a model card.
 
-The folder includes a model card."""
+`specjax train answers` trains nothing. It writes outputs of a target, on which drafters can be
+trained.
+"""
 
 import json
 import math

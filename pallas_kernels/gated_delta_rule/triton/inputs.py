@@ -105,10 +105,10 @@ def _column(ring, row, t):
 
 
 def _load_raw(x_ref, ring_ref, row, t, kind):
-    """Return the raw inputs of token t in the channels `kind`: as read from x, and from a buffer.
+    """Read the raw inputs of token t in the channels `kind` from x and from the ring; return both.
 
-    The buffer is the cache's ring of raw inputs. New tokens (t >= 0) are only in x, and earlier
-    tokens (t < 0) are only in the ring. `_pick_raw` selects the valid result.
+    The ring is the cache's ring buffer of raw inputs. New tokens (t >= 0) are only in x, and
+    earlier tokens (t < 0) are only in the ring. The other result is 0. `_pick_raw` selects one.
     """
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)

@@ -140,7 +140,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
 def _keep_kernel(*refs, tile):
     """Write one column of each ring buffer after a prompt.
 
-    Columns that no later call may read get NaN. A later call reads only the raw inputs of the last
+    Columns that no later call reads get NaN. A later call reads only the raw inputs of the last
     W - 1 tokens, for its convolution. The raw inputs of tokens from before this call are already in
     the ring buffer.
     """

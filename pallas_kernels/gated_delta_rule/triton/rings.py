@@ -40,8 +40,8 @@ class Rings(NamedTuple):
     def fold(self, states, first, *, tokens, interpret):
         """Return the states, updated with the accepted tokens that they lack.
 
-        `first` is the position of the first of these tokens. `tokens` is the number of tokens that
-        are loaded at a time.
+        These tokens have the positions `first` to `self.row.start` - 1. At a time, the entries of
+        `tokens` tokens are loaded.
         """
         start = self.row.start
 

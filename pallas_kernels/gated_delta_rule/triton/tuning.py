@@ -41,7 +41,7 @@ def choose_tuning(batch: int) -> DeltaRuleTuning:
 def has_one_owner(num_elements: int, num_warps: int) -> bool:
     """Return whether each of the tile's `num_elements` elements is in only one thread.
 
-    Only then may a kernel update the tile in place. If a tile has fewer elements than threads,
+    Only then can a kernel update the tile in place. If a tile has fewer elements than threads,
     several threads have copies of an element. Then a thread might read an element that another
     thread has already overwritten.
     """

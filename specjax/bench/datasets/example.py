@@ -77,7 +77,8 @@ class Dataset(Protocol):
         """Return the examples.
 
         Raises:
-            ValueError: a file is missing or malformed; the message has its line and field.
+            ValueError: the data set's file is missing or malformed (the message names the line and
+                the field), or the file does not have what an option asks for.
         """
         ...
 

@@ -66,7 +66,7 @@ class Categories(Questions):
     category: str = option("", "use only the questions of this category")
 
     def examples(self, source: RowSource) -> list[Example]:
-        """See `Dataset`."""
+        """See `Dataset`. Raise a ValueError, too, if no question has the category."""
         found = super().examples(source)
         if not self.category:
             return found

@@ -20,7 +20,7 @@ MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048
 class ShareGPT:
     """A file of conversations, whose messages have a "value".
 
-    Conversations of fewer than two messages, and very short or long ones, are left out.
+    Conversations with fewer than two messages, and very short or long conversations, are left out.
     """
 
     output_len: int | None = option(None, "tokens to generate; default: the answer's")

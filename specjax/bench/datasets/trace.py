@@ -1,7 +1,7 @@
-"""Traces of real services: when requests arrived, and the lengths of prompts and answers.
+"""Traces of real services: when requests arrived, and the lengths of prompts and outputs.
 
 The texts are not published, so prompts have random tokens. Mooncake's traces also say which blocks
-of tokens are the same in several prompts. These blocks are then also the same in the made prompts.
+of tokens are the same in several prompts. The random prompts then share the same blocks.
 """
 
 import csv
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from specjax.bench.datasets.example import Example, Row, RowSource, option, parse_rows, read_text
 from specjax.bench.datasets.questions import check_lengths
 
-BLOCK = 512  # tokens of a block, of which Mooncake's "hash_ids" lists the ids
+BLOCK = 512  # tokens per block; Mooncake's "hash_ids" lists the ids of a prompt's blocks
 _REMEDY = (
     "get AzureLLMInferenceTrace_conv.csv from github.com/Azure/AzurePublicDataset, BurstGPT_1.csv "
     "from github.com/HPMLL/BurstGPT, or conversation_trace.jsonl from "
@@ -63,7 +63,10 @@ class Trace:
             check_lengths(2, max_total=self.max_total)
 
     def examples(self, source: RowSource) -> list[Example]:
-        """See `Dataset`."""
+        """See `Dataset`. Raise a ValueError, too, if fewer than `source.count` requests are left.
+
+        Requests without output tokens, or with more tokens than `max_total`, are left out.
+        """
         found = [_read(row) for row in _rows(source)]
         answered = [one for one in found if one.output_len]
         most = self.max_total or float("inf")

@@ -33,7 +33,10 @@ class Work:
 
 
 def ratios(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float]:
-    """Divide each number in `own` by the number of the same name in `theirs`, if that is not 0."""
+    """Return each number in `own`, divided by the number under the same key in `theirs`.
+
+    A key is left out if its value in `theirs` is missing, not a number, or 0.
+    """
     found = {}
     for name, value in own.items():
         other = theirs.get(name)
@@ -46,8 +49,9 @@ def ratios(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, float
 def compare_outputs(own: Sequence[Record], theirs: Sequence[Record]) -> dict[str, Any] | None:
     """Compare the outputs of the requests that both engines completed.
 
-    Token ids are compared, or texts if token ids are missing. Return None if there are no such
-    requests.
+    Token ids are compared, or texts if token ids are missing; "compared" says which.
+    "first_differences" has, for each pair of outputs that differ, the position of the first
+    different token or character. Return None if there are no such requests.
     """
     others = {record.index: record for record in theirs if record.error is None}
     pairs = [(one, others[one.index]) for one in own if one.error is None and one.index in others]

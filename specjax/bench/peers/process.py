@@ -67,14 +67,18 @@ class BatchPeer:
 
 
 class PeerProcess:
-    """The process of a `BatchPeer`."""
+    """The process that runs another engine for `BatchPeer.open`.
+
+    Attributes:
+        version: the version of the engine.
+    """
 
     def __init__(self, process: subprocess.Popen[str], log: Any):
         self._process, self._log = process, log
         self.version = ""
 
     def ask(self, line: str) -> dict[str, Any]:
-        """Write a line to the process, and return its answer.
+        """Write a line to the process. Return the JSON object that the process writes back.
 
         Raises:
             ValueError: the process ended; the message has the last line that it wrote.

@@ -17,12 +17,13 @@ _ENDING_SECONDS, _POLLING_SECONDS = 30.0, 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class ServedPeer:
-    """An engine with an OpenAI server.
+    """Another engine, which can be started as a server with OpenAI's API.
 
     Args:
         program: the executable that must be installed.
         remedy: how to install it.
-        command: words, in which {model}, {port} and {dtype} are replaced.
+        command: the words of the command that starts the server, with the placeholders {model},
+            {port} and {dtype}.
     """
 
     program: str
@@ -43,7 +44,7 @@ class ServedPeer:
 
 
 def free_port() -> int:
-    """Return a free port. Another process may still take it."""
+    """Return a free port. Another process could take it before it is used."""
     with socket.create_server(("127.0.0.1", 0)) as one:
         return one.getsockname()[1]
 
@@ -53,7 +54,7 @@ def serving(command: Sequence[str], port: int, patience: float) -> Iterator[str]
     """Start a server, wait until it is ready, and yield its URL. At the end, stop it.
 
     Args:
-        patience: seconds to wait until it is ready.
+        patience: seconds to wait for the server.
 
     Raises:
         ValueError: the server ended, or took too long; the message has the last line it wrote.

@@ -42,7 +42,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self) -> dict[str, Any]:
-        """Generate all prompts. Return the seconds, and each output's token ids."""
+        """Continue all prompts. Return the seconds, and each output's token ids."""
         work, outputs = self._work, []
         size, start = work["batch_size"], time.perf_counter()
         for i in range(0, len(work["prompts"]), size):

@@ -31,7 +31,7 @@ _WORKLOAD = (
     *("presence_penalty", "backend", "extra_body", "request_rate", "burstiness"),
     *("max_concurrency", "ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"),
 )
-_UNSHOWN = re.compile(  # of a result's own files
+_UNSHOWN = re.compile(  # options that only name files, or label a result
     r"json|output|output_json|report|label|metadata|save_\w+|result_\w+|dataset_path|subcommand|full"
 )
 
@@ -76,7 +76,7 @@ class ResultChanges:
 
     Attributes:
         settings: the settings that differ, as pairs of values by name.
-        changes: the figures that both results have.
+        changes: the figures that both results have, except figures that are 0 in the first.
     """
 
     settings: Mapping[str, tuple[Any, Any]]

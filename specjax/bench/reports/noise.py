@@ -16,10 +16,11 @@ _BEYOND = 5  # values on either side of a percentile, so that a bootstrap of it 
 
 
 def of_rounds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
-    """Return the confidence interval of the ratio of two runs' means, from their values per round.
+    """Return the confidence interval of the ratio of a figure, `after` / `before`.
 
-    It is Welch's t-interval for the difference of the mean logarithms. Return None if a run has
-    fewer than two rounds, or if a value is not above 0.
+    `before` and `after` hold the figure's values in the rounds of two runs. The interval is Welch's
+    t-interval for the difference of the mean logarithms. Return None if a run has fewer than two
+    rounds, or if a value is not above 0.
     """
     if min(len(before), len(after)) < 2 or min(*before, *after) <= 0:
         return None

@@ -58,7 +58,7 @@ def figures(top: Mapping[str, Any], rounds: Sequence[Mapping[str, float]]) -> Re
 
 
 def times(details: Details) -> ReportTable:
-    """Return a table with mean, median, percentiles and maximum of each distribution."""
+    """Return a table with the mean, median, std, p90, p99 and maximum of each distribution."""
     rows = [
         [name, *(getattr(one, figure) for figure in _SUMMARY)]
         for name, one in measured(details).items()

@@ -1,4 +1,4 @@
-"""Sends requests to an endpoint when they are due, and records the answers."""
+"""Sends requests to an endpoint when they are due, and records the responses."""
 
 import asyncio
 import time
@@ -19,14 +19,15 @@ SAMPLING_SECONDS = 1.0  # between two readings of a server's metrics
 
 @dataclass(kw_only=True)
 class Traffic:
-    """The requests of a run and their answers so far.
+    """The requests of a run and their responses so far.
 
     Attributes:
         records: the requests that arrived, in order.
-        duration: seconds from the start to the last answer.
+        duration: seconds from the start to the end of the last response.
         is_gone: whether a connection was refused; later requests were then not sent.
         is_interrupted: whether the user interrupted the run.
-        before, after: the server's metrics before and after the run; None if it reports none.
+        before, after: the server's metrics before and after the run; None if the server reports
+            no metrics.
         samples: pairs of a time in seconds and the server's metrics at this time.
     """
 
@@ -59,11 +60,11 @@ def drive(
     seed: int = 0,
     on_end: Callable[[Record], None] = lambda record: None,
 ) -> Traffic:
-    """Send all queries, and return when the last answer has ended.
+    """Send all queries, and return when the last response has ended.
 
     Return early if the endpoint refuses a connection or the user interrupts; see `Traffic`.
-    `max_concurrency` limits the requests that run at a time; None: no limit. `on_end` is called
-    with each request that has ended.
+    `max_concurrency` limits the requests that run at a time; None: no limit. `seed` is the seed of
+    random arrivals. `on_end` is called with the record of each request that has ended.
     """
     traffic = Traffic()
     with suppress(asyncio.CancelledError):

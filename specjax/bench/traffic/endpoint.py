@@ -1,4 +1,4 @@
-"""A client of an OpenAI endpoint. It records when each chunk of an answer arrives."""
+"""A client of an OpenAI endpoint. It records when each chunk of a response arrives."""
 
 import json
 import time
@@ -61,7 +61,7 @@ class Endpoint:
 
 
 def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
-    """Return a session without limits on the number of connections or on the time of an answer."""
+    """Return a session that limits neither the number of connections nor the time of a response."""
     return aiohttp.ClientSession(
         headers=headers,
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
@@ -73,12 +73,12 @@ def open_session(headers: Mapping[str, str]) -> aiohttp.ClientSession:
 async def ask(
     session: aiohttp.ClientSession, endpoint: Endpoint, query: Query, record: Record
 ) -> None:
-    """Send a request, and fill in the record while the answer arrives.
+    """Send a request, and fill in the record while the response arrives.
 
-    A failure becomes the record's error; what arrived before it is kept.
+    If the request fails, the record gets the error, and keeps the chunks that arrived before.
 
     Raises:
-        EndpointGone: the connection was refused.
+        EndpointGone: no connection could be opened.
     """
     body, url = json.dumps(endpoint.body(query)).encode(), endpoint.root + endpoint.form.path
     reader = _Reader(endpoint.form, record)

@@ -66,8 +66,8 @@ def distributions(records: Sequence[Record]) -> dict[str, Distribution | None]:
 def chunk_times(record: Record) -> tuple[np.ndarray, np.ndarray]:
     """Return two arrays: the arrival time of each chunk, and the number of tokens of each chunk.
 
-    Times are seconds after the start of the run. If the numbers of tokens are unknown, the tokens
-    of the answer are divided evenly among the chunks.
+    Times are seconds after the start of the run. If the numbers of tokens are unknown, the output
+    tokens are divided evenly among the chunks.
     """
     if record.ttft is None:
         return np.zeros(0), np.zeros(0)

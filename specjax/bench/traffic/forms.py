@@ -7,7 +7,7 @@ from specjax.bench.datasets.queries import Query
 
 
 class RequestForm(Protocol):
-    """Writes the body of a request, and reads the choices of its answer."""
+    """Writes the body of a request, and reads the text in the response."""
 
     path: str
 
@@ -20,7 +20,7 @@ class RequestForm(Protocol):
         ...
 
     def text(self, choice: Mapping[str, Any]) -> str:
-        """Return the text that a choice of a chunk adds."""
+        """Return the text that `choice`, from a chunk of the response, adds to the output."""
         ...
 
 

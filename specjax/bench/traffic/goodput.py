@@ -6,7 +6,7 @@ from typing import Any
 
 from specjax.bench.traffic.record import Record
 
-# The latencies that may be limited, in seconds; of a request's itl, the largest counts.
+# The latencies that can be limited, in seconds. For itl, a request's longest gap counts.
 LIMITED = {
     "ttft": lambda record: record.ttft,
     "tpot": lambda record: record.tpot,

@@ -1,4 +1,4 @@
-"""The times and the contents of one request and its answer, measured by the client."""
+"""The times and the contents of one request and its response, measured by the client."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ Rounds = tuple[tuple[int, int], ...]  # (drafts, accepted drafts) of each round 
 
 @dataclass(kw_only=True)
 class Record:
-    """A request and its answer so far. Points in time are seconds since the start of the run.
+    """A request and its response so far. Points in time are seconds since the start of the run.
 
     Attributes:
-        output_len: number of tokens of the answer.
+        output_len: number of output tokens.
         arrived: when the request was ready to be sent. It is sent at `sent`, which is later if
-            --max-concurrency holds it back.
+            --max-concurrency holds the request back.
         late: seconds between the planned arrival and `arrived`.
         ttft: seconds from `sent` to the first chunk with tokens; None before this chunk.
         gaps: the seconds between one chunk with tokens and the next.
         chunk_tokens: number of tokens of each chunk; empty if unknown.
-        latency: seconds from `sent` to the end of the answer; None before the end.
-        token_ids: token ids of the answer; empty if the server does not return them.
+        latency: seconds from `sent` to the end of the response; None before the end.
+        token_ids: token ids of the output; empty if the server does not return them.
         prompt_ids: token ids of the prompt, from the server; empty if the server does not return
             them.
         rounds: pairs (draft tokens, accepted draft tokens), one for each round with drafts; empty
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer ended without an error."""
+        """Whether the response ended without an error."""
         return self.error is None and self.latency is not None
 
     @property

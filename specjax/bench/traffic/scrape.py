@@ -27,7 +27,7 @@ class Counters:
     """The values of a server's Prometheus metrics.
 
     Attributes:
-        totals: for each metric, the sum over all labels.
+        totals: for each metric, the sum over all combinations of its labels.
         by_label: for each metric, the sum for each value of its label "position", "k" or "source".
     """
 
@@ -103,9 +103,10 @@ class Counters:
         return self.totals.get(_COMPILING, 0) > 0
 
     def ms_per_step(self, *, is_wait: bool) -> float | None:
-        """Return the mean time per step that the host works, or waits for the device if `is_wait`.
+        """Return the host's mean time per step, in milliseconds.
 
-        The time is in milliseconds. Return None if the server does not report it.
+        If `is_wait`, this is the time that the host waits for the device; else the time that the
+        host works. Return None if the server does not report the times.
         """
         steps = self.totals.get(_STEPS, 0)
         seconds = self.totals.get(_WAIT if is_wait else _HOST)

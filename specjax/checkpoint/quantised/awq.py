@@ -11,7 +11,7 @@ from specjax.checkpoint.quantised.described import Described, is_named, of_confi
 from specjax.checkpoint.quantised.packed import Unpacking, nibbles, unchanged
 from specjax.checkpoint.quantised.qweight import qweights, with_qweights
 
-_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the places in a word of adjacent outputs
+_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # for each of eight adjacent outputs, its place in a word
 UNPACKING = Unpacking(
     codes=lambda words: nibbles(words, 1, _ORDER).T,
     scales=unchanged,

@@ -1,4 +1,4 @@
-"""Derives from a compressed-tensors config which tensors store a matrix."""
+"""Lists the tensors in which compressed-tensors stores a matrix, according to its config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,13 +13,13 @@ from specjax.checkpoint.quantised.scaled import FLOAT8, num_blocks
 def stored_parts(
     weights: Mapping[str, Any], kind: str | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> dict[str, Described] | None:
-    """Return the tensors that store a matrix, by the suffix of their names.
+    """Return the tensors that store a matrix, by the suffix that their names add to its name.
 
     The result is None if a matrix of this shape cannot be stored with these settings.
 
     Args:
         weights: the settings of the weights in a config group.
-        kind: the `format` of the group, or of the config.
+        kind: the field `format` of the group, or of the config if the group lacks this field.
         shape: the matrix's shape, [..., O, I].
         dtype: the dtype of the matrix before quantisation.
     """
@@ -53,7 +53,7 @@ def stored_parts(
 
 
 def _floats(shape: tuple[int, ...], group: int) -> dict[str, Described] | None:
-    """Return the tensors of a matrix of 4-bit floats; None if the shape does not suit them.
+    """Return the tensors of a matrix of 4-bit floats; None if it cannot have this shape.
 
     The format is NVFP4 if groups have 16 inputs. Otherwise, it is MXFP4.
     """

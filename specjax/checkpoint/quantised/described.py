@@ -30,9 +30,10 @@ class Described:
 
 
 def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorFiles:
-    """Return `files`, with each matrix in `names` replaced by the tensors that store it in `form`.
+    """Return `files`, with each matrix in `names` replaced by the tensors of its quantised form.
 
-    Matrices that the config does not quantise stay as they are. `files` has `Described` tensors.
+    `form.stored` returns these tensors. If it returns None, the matrix stays as it is. All tensors
+    of `files` are `Described`.
     """
     tensors = dict(files.tensors)
     for name in names:

@@ -42,11 +42,11 @@ class Format(Protocol):
     def stored(
         self, name: str, shape: tuple[int, ...], dtype: np.dtype
     ) -> Mapping[str, Readable] | None:
-        """Return the tensors that store the matrix `name` [..., O, I], as the config describes it.
+        """Return, by name, the tensors that store the matrix `name` according to the config.
 
         Values that the config does not determine are 0. The result is None if the matrix is not
-        quantised, or if the config does not say how it is stored. `dtype` is the dtype of the
-        matrix before quantisation.
+        quantised, or if the config does not say how it is stored. `shape` [..., O, I] and `dtype`
+        are the shape and dtype of the matrix before quantisation.
         """
         ...
 
@@ -73,8 +73,10 @@ class Converted:
 def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Readable:
     """Remove the tensor `name` from `tensors`, and return it.
 
+    `of` is the name of another tensor of the same matrix, for the error.
+
     Raises:
-        CheckpointError: there is no such tensor; the message says that the matrix `of` needs it.
+        CheckpointError: there is no such tensor.
     """
     if name not in tensors:
         raise CheckpointError(
@@ -87,7 +89,8 @@ def take(tensors: dict[str, Readable], folder: Path, name: str, of: str) -> Read
 def check_shape(folder: Path, name: str, of: str, found: Readable, *shapes: Any) -> None:
     """Raise a CheckpointError unless the tensor `found`, called `name`, has one of `shapes`.
 
-    `of` is the name of the matrix to which the tensor belongs. The message has both names.
+    `of` describes the matrix to which the tensor belongs, for example by its name and shape. The
+    message contains `name` and `of`.
     """
     if found.shape not in shapes:
         wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
@@ -107,9 +110,11 @@ def check_axes(folder: Path, name: str, found: Readable, count: int = 2) -> None
 def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> np.ndarray:
     """Check scales, and return them as they are stored. `name` is the name of their tensor.
 
+    A stored u8 value e means the scale 2^(e - 127), or NaN if e is 255.
+
     Raises:
-        CheckpointError: a scale is not a positive number. Zeros are allowed if `may_be_zero` is
-            true.
+        CheckpointError: a stored value is negative, infinite, NaN, or zero. Zeros are allowed if
+            `may_be_zero` is true.
     """
     found = scales.read()
     wide = np.asarray(found, np.float32)
@@ -124,10 +129,11 @@ def read_positive(scales: Readable, name: str, *, may_be_zero: bool = False) -> 
 
 
 def group_size(depth: int, count: int, likely: int | None = None) -> int | None:
-    """Return the number of inputs in a group, if `depth` inputs have `count` groups.
+    """Return the number of inputs in a group, if `depth` inputs are divided into `count` groups.
 
-    The result is `likely` if groups of `likely` inputs, and perhaps a smaller last group, give this
-    count. Otherwise, all groups have the same size. The result is None if that is impossible.
+    For one group, this is `depth`. For more groups, it is `likely` if `depth` inputs have `count`
+    groups of this size, perhaps with a smaller last group. Otherwise, all groups must have the same
+    size; the result is None if `count` does not divide `depth`.
     """
     if count == 1:
         return depth

@@ -1,11 +1,11 @@
-"""Matrices of 4-bit floats: NVFP4 (groups of 16) and MXFP4 (groups of 32).
+"""Matrices of 4-bit floats: NVFP4 (groups of 16 inputs) and MXFP4 (groups of 32 inputs).
 
 A tensor u8[O, I / 2] has two codes per byte, the first in the lower bits. The scales are
 
     NVFP4    float8[O, groups], times one factor for the whole matrix
     MXFP4    powers of two, stored as u8[O, groups]: the exponents plus 127
 
-compressed-tensors stores the reciprocal of the factor.
+Checkpoints of compressed-tensors store the reciprocal of NVFP4's factor.
 """
 
 from functools import partial

@@ -48,7 +48,8 @@ class FP8:
 def one_block(sizes: Collection[Any]) -> Any:
     """Return the only block size (rows, columns) in `sizes`, ignoring falsy sizes.
 
-    None if all sizes are falsy. False if there are several sizes, or one is not a block size.
+    Return None if all sizes are falsy. Return False if there are several different sizes, or if the
+    only size is not a pair of positive integers.
     """
     blocks = {tuple(size) if isinstance(size, list) else size for size in sizes if size}
     match [*blocks]:

@@ -19,7 +19,7 @@ _E4M3_MAX = 448.0
 
 
 class Nearest4(NamedTuple):
-    """A matrix [O, I] as 4-bit codes. `packed` explains the numbers, scales and zero points."""
+    """A matrix [O, I] as 4-bit codes. The module `packed` explains the fields."""
 
     codes: jax.Array  # u8[O, I]
     scales: jax.Array  # [O, groups]

@@ -4,7 +4,7 @@
 
 g is the group of input i. The numbers are of one of two kinds:
 
-    integers    from 0 to 15; all zero points are 8 if the format has none, and the factor is 1
+    integers    from 0 to 15; all zero points are 8 if the file has none, and the factor is 1
     floats      E2M1, with zero points of 0; some formats have a factor
 
 A number is stored as a code of 4 bits. Formats differ in how they pack codes into words.
@@ -37,7 +37,7 @@ def unchanged(x: Any) -> Any:
 class Unpacking(NamedTuple):
     """Functions that unpack a format's tensors.
 
-    The results may be larger than the shapes in the comments below, because their axes may be
+    The results can be larger than the shapes in the comments below, because their axes can be
     padded at the ends.
     """
 
@@ -47,7 +47,7 @@ class Unpacking(NamedTuple):
     factor: Callable[[np.ndarray], np.ndarray] = unchanged  # returns f32, with one number
     is_float: bool = False
     scales_dtype: str | None = None  # if it is not the dtype of the stored scales
-    # For outputs, then for inputs: their axis in the stored words, and a word's codes on this axis.
+    # For outputs, then for inputs: (their axis of the words, number of codes of a word along it)
     axes: tuple[tuple[int, int], tuple[int, int]] = ((0, 1), (1, 8))
 
 
@@ -138,8 +138,11 @@ class PackedTensor:
     def read_scales(self) -> Any:
         """Return the scales as they are stored; see `read_positive`.
 
-        Scales of integers must not be zero. For floats, a stored scale may be zero: a tiny scale is
-        rounded to zero in float8, and an exponent may be stored as zero.
+        Scales of integer codes must not be 0. For E2M1 codes, a stored 0 is allowed. As float8, it
+        is a tiny scale that was rounded to zero. As u8, it is an exponent and means 2^-127.
+
+        Raises:
+            CheckpointError: a scale is neither a positive number nor an allowed 0.
         """
         return read_positive(self.scales, self.name, may_be_zero=self.unpack.is_float)
 
@@ -159,8 +162,8 @@ class PackedTensor:
 def nibbles(words: Any, axis: int, order: tuple[int, ...] = tuple(range(8))) -> Any:
     """Unpack words that hold several 4-bit codes each; return the codes as u8.
 
-    The codes of a word are adjacent along `axis` in the result. The code at place j of a word is in
-    bits 4 order[j] to 4 order[j] + 3.
+    The codes of a word are adjacent along `axis` in the result. Number j of these codes comes from
+    bits 4 order[j] to 4 order[j] + 3 of the word.
     """
     codes = module_of(words).stack([(words >> 4 * place) & 15 for place in order], axis=axis + 1)
     shape = [len(order) * size if i == axis else size for i, size in enumerate(words.shape)]

@@ -24,9 +24,9 @@ MIN_INPUTS = 16  # smallest group of inputs: kernels multiply at least 16 inputs
 def part_of(tensor: Any, cut: Cut | None, device: int) -> Any:
     """Return the part of a quantised tensor that device number `device` takes.
 
-    If `cut` is None, the tensor itself is returned. The result is None if the tensor is not
-    quantised, or if no kernel can read its parts. For one tensor and cut, either all devices get a
-    part, or all get None.
+    The result is None if the tensor is not quantised, or if no kernel can read its parts. For one
+    tensor and cut, either all devices get a part, or all get None. If `cut` is None, every device
+    takes the whole quantised tensor.
     """
     make = PARTS.get(type(tensor))
     if make is None or cut is None:

@@ -54,7 +54,7 @@ class Rounded:
     name: str
     source: Readable
     bits: Bits
-    error: float | None = None  # of all weights, relative to them; None before they are read
+    error: float | None = None  # of the matrix, see `relative_error`; None before it is read
     _scales: np.ndarray | None = None
     _lock: Any = field(default_factory=threading.Lock)
 
@@ -103,16 +103,16 @@ class RoundedFiles(NamedTuple):
 
     files: TensorFiles
     matrices: Mapping[str, Rounded]
-    plain: tuple[str, ...]  # names of matrices of projections that stay as they are
+    plain: tuple[str, ...]  # names of projection matrices that are not quantised
 
     def without(self, names: Iterable[str], files: TensorFiles) -> "RoundedFiles":
-        """Return the checkpoint with the matrices `names` unquantised, taken from `files`."""
+        """Return the checkpoint with the matrices `names` of `files`, which are not quantised."""
         tensors = {**self.files.tensors, **{name: files.tensors[name] for name in names}}
         left = {name: one for name, one in self.matrices.items() if name not in {*names}}
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text with the numbers of quantised and other matrices, and the worst error."""
+        """Return a text with the counts of quantised and other matrices, and the largest error."""
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"

@@ -32,7 +32,8 @@ def save_rounded(
         quantization: a key of `BITS`.
 
     Raises:
-        ValueError: `folder` has weights.
+        ValueError: `folder` has weights, or is a file.
+        CheckpointError: a matrix has NaN or infinity.
         OSError: there is no space or no permission; the error names the folder.
     """
     check_empty(folder)

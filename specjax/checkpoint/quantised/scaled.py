@@ -94,8 +94,9 @@ class ScalesSpec(TensorSpec):
     def block(self) -> Block:
         """The size (rows, columns) of the merged matrix's blocks, which have one scale each.
 
-        The blocks of the matrix are parts of the merged tensors' blocks. They may have fewer rows,
-        so that no block crosses a border between two tensors or between two parts of a head.
+        Each block of the matrix lies within a block of one merged tensor. The matrix's blocks can
+        have fewer rows than the tensors' blocks, so that no block crosses a border between two
+        tensors, or between two parts of a head.
         """
         sizes = [shape[0] for shape in self.file_shapes]
         firsts = list(accumulate(sizes[:-1]))

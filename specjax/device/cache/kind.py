@@ -33,8 +33,9 @@ class CacheKind(Protocol):
 
     Its methods take and return the cache's arrays, whose first axis is the layer. Four methods run
     a layer: `write` and then `read` in serving, and usually `causal` or `unrolled` in training.
-    Their argument `inputs` holds the layer's projections of the rows. `causal` and `unrolled` have
-    gradients, and do not take the cache's arrays.
+    Each takes `inputs` (`RowInputs`): the projected rows, such as queries, keys and values, and
+    weights that all rows share. `causal` and `unrolled` can be differentiated, and do not take the
+    cache's arrays.
 
     If a kind is recurrent, the cache has a state per slot. A slot is an index that the engine gives
     a running request.
@@ -49,7 +50,7 @@ class CacheKind(Protocol):
     def num_layers(self) -> int: ...
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests have a state in addition to pages.
+        """Whether each request has a recurrent state.
 
         If so, tokens found in the prefix cache can be skipped only if a snapshot of the state after
         these tokens is restored.
@@ -73,7 +74,7 @@ class CacheKind(Protocol):
 
     @property
     def row_size(self) -> int:
-        """The number of intermediate values per row in one layer.
+        """The number of intermediate numbers per row in one layer.
 
         Memory planning adds this number to a fixed multiple of the model's width.
         """

@@ -105,11 +105,11 @@ class LatentAttention(PagesOnly):
 
     @property
     def row_size(self) -> int:
-        """The number of intermediate values per row in the plain form.
+        """The number of intermediate numbers per row in the plain form.
 
-        They are the queries; the keys and values, once as computed and once padded for the kernel;
+        These numbers are queries; keys and values, once as computed and once padded for the kernel;
         and two f32 outputs. Attention processes the context in blocks, and has one output for the
-        latest block and one for all blocks so far. The absorbed form has fewer values.
+        latest block and one for all blocks so far. The absorbed form needs fewer numbers.
         """
         return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
 
@@ -120,7 +120,10 @@ class LatentAttention(PagesOnly):
     def write(
         self, rows: CachedRows, cache: Pages, layer: jax.Array, inputs: ProjectedLatents
     ) -> tuple[tuple[jax.Array, jax.Array], Pages]:
-        """Write latents to the pages; return both parts of the queries, and the new cache."""
+        """Write latents to the pages.
+
+        Return the unrotated and the rotated part of the queries, as in `_queries`, and the cache.
+        """
         queries = self._queries(inputs)
         if rows.writes:
             cache = _write(cache, layer, rows, *self._entries(inputs))
@@ -184,7 +187,7 @@ class LatentAttention(PagesOnly):
         return out.reshape(-1, *v.shape[2:]), kept
 
     def _queries(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array]:
-        """Return the plain and the rotated parts of queries, [N, H, D_n] and [N, H, D_r]."""
+        """Return the unrotated part [N, H, D_n] and the rotated part [N, H, D_r] of queries."""
         q = inputs.q.reshape(inputs.q.shape[0], self.num_heads, -1)
         return q[..., : self.nope_dim], self._rotated(q[..., self.nope_dim :], inputs.angles)
 
@@ -213,7 +216,10 @@ class LatentAttention(PagesOnly):
         return rotate(x, *angles)
 
     def _causal_scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
-        """Return scaled scores f32[B, H, T, T] of q and k [B, T, H, D]; later keys have -inf."""
+        """Return scaled scores f32[B, H, T, T] of q and k [B, T, H, D].
+
+        The scores of keys after a query's position are -inf.
+        """
         scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * self.scale
         return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
 

@@ -11,9 +11,9 @@ from pallas_kernels.page_formats import PageFormat
 class Pages(NamedTuple):
     """The pages of L layers, and the scales of quantised pages.
 
-    `scales` is [L, pages, page_size, ...] for page formats in which tokens have scales, and [L,
-    parts] for formats in which layers have scales. `scales` is None if pages hold unquantised
-    numbers, or if all scales are 1.
+    If the page format has scales of tokens, `scales` is [L, pages, page_size, ...]. If the format
+    has scales of layers, `scales` is [L, 2], with one for each part of a token's entry, such as key
+    and value. `scales` is None if pages hold unquantised numbers, or if all scales are 1.
     """
 
     values: jax.Array  # [L, pages, page_size, *token_shape]

@@ -26,7 +26,7 @@ from specjax.device.cache.rows import CachedRows
 
 
 class DeltaInputs(NamedTuple):
-    """The projections of N rows, and the weights of the gated delta rule."""
+    """N rows after the layer's input projection, and the weights of the gated delta rule."""
 
     x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
     weights: DeltaRuleWeights
@@ -130,7 +130,7 @@ class DeltaRule:
     ) -> DeltaRuleCache:
         """Copy snapshots to the states of requests; see `CacheKind.restore`."""
         columns = self._tail_columns(cache, ends)
-        # As after a prompt, entries that no step may read are NaN.
+        # As after a prompt, entries that must not be read are NaN.
         empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
         restored = DeltaRuleCache(
             cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"), *empty

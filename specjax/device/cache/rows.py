@@ -25,9 +25,9 @@ class CachedRows:
     afterwards.
 
     If `writes` is false, the rows' keys and values are already in the pages and are not written
-    again. Other requests may share the pages, so their numbers must not change, and this program
-    may round differently from the program that wrote them. If `attends` is false, only keys and
-    values are computed.
+    again. Other requests can share these pages, so the stored keys and values must not change. This
+    program can round differently from the program that wrote the pages. If `attends` is false, only
+    keys and values are computed.
 
     `windows` are the attention windows of layers that have separate pages. A page that is behind
     the window of every row is freed, and its entry in these layers' page table becomes -1.
@@ -89,10 +89,10 @@ class CachedRows:
 
 
 class RowInputs(Protocol):
-    """The inputs of a cache kind: the projections of N rows, and weights that all rows share."""
+    """The inputs of a cache kind: N projected rows, and weights that all rows share."""
 
     def of_rows(self, part: slice) -> Any:
-        """Return the projections of the rows in the range `part`."""
+        """Return the inputs with only the projected rows in the range `part`."""
         ...
 
 
@@ -102,7 +102,7 @@ class JoinedRows:
     """The rows (tokens) of several parts of a step, concatenated for one forward pass.
 
     The parts are, for example, prefill chunks and a round. Attention and recurrent layers, which
-    use the cache, run once per part. All other layers run once. No part may read tokens that
+    use the cache, run once per part. All other layers run once. A part must not read tokens that
     another part writes.
     """
 
@@ -134,8 +134,8 @@ class JoinedRows:
     ) -> tuple[jax.Array, Any]:
         """See `Rows.mix`.
 
-        All parts write before any part reads. If a part wrote after another part had read, XLA
-        would copy the cache on a CPU, because it does not order reads before writes there.
+        All parts write before any part reads. On a CPU, XLA does not order reads before writes. It
+        would copy the cache if a part wrote after another part had read.
         """
         own = [inputs.of_rows(part) for part in self.slices]
         queries = []

@@ -17,7 +17,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement, default_device
 
-# Maps the published names of tensors to their names in early EAGLE-3 exports.
+# Maps published names of tensors (see `DrafterFiles`) to their names in early EAGLE-3 exports.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
@@ -37,9 +37,9 @@ _MARKS = "fc.weight", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weigh
 class DrafterFiles:
     """A drafter's tensors and config.
 
-    The methods take the names under which authors publish tensors. The files may have other names:
-    some tools put `model.` before all names, and early EAGLE-3 exports have the names
-    `LEGACY_NAMES`.
+    The methods take published names: the tensor names in the checkpoints of a head's authors. The
+    files can have other names: some tools put `model.` before all names, and early EAGLE-3 exports
+    have the names `LEGACY_NAMES`.
     """
 
     tensors: TensorFiles
@@ -55,15 +55,15 @@ class DrafterFiles:
 
     @property
     def prefix(self) -> str:
-        """The prefix that the files have before the published names: "model." or ""."""
+        """The files' prefix before published names (see the class): "model." or ""."""
         return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
-        """Return whether the files have the tensor that is published as `name`."""
+        """Return whether the files have the tensor with the published name `name`."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
-        """Return a tensor's name in the files, given the name under which it is published."""
+        """Return a tensor's name in the files, given the tensor's published name."""
         prefixed = self.prefix + name
         candidates = prefixed, name, LEGACY_NAMES.get(name, name)
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
@@ -96,11 +96,11 @@ class DrafterFiles:
         Args:
             layer: the name prefix of one of the drafter's layers.
             target: the target model.
-            is_deep: whether the drafter may have several layers.
+            is_deep: whether the drafter can have several layers.
 
         Raises:
             CheckpointError: the drafter has several layers and `is_deep` is false, or its
-                vocabulary is not as large as the target's.
+                vocabulary size differs from the target's.
         """
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
@@ -126,7 +126,10 @@ class DrafterFiles:
 
 
 def is_prefixed(names: Collection[str]) -> bool:
-    """Return whether a head's tensor names have `model.` before the published names."""
+    """Return whether a draft head's tensor names have a prefix `model.`.
+
+    Some tools put this prefix before the names that the head's authors chose.
+    """
     return any(f"model.{mark}" in names for mark in _MARKS)
 
 
@@ -157,11 +160,11 @@ def read_target_ids(
     are_offsets: bool = True,
     size: str = "draft_vocab_size",
 ) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary's tokens; None without such ids.
+    """Return the target's ids i32[V_d] of the draft vocabulary's tokens, read from tensor `name`.
 
-    The tensor `name` holds these ids. If `are_offsets`, its i-th number is the i-th id minus i.
-    Without this tensor, both vocabularies have the same ids. `size` is the name of the config field
-    with the draft vocabulary's size, for error messages.
+    If `are_offsets`, the tensor's i-th number is the i-th id minus i. If the files have no such
+    tensor, both vocabularies have the same ids, and the result is None. `size` is the name of the
+    config field with the draft vocabulary's size, for error messages.
 
     Raises:
         CheckpointError: the tensor is missing although the vocabularies differ in size, or it does
@@ -192,7 +195,10 @@ def read_target_ids(
 def without_shared_embedding(
     head: Any, params: Any, target: Model, target_params: Any
 ) -> tuple[Any, Any]:
-    """Return a head and its parameters, without the head's embedding if it equals the target's."""
+    """Return a head and its parameters, without the head's embedding if it equals the target's.
+
+    If one of the two embeddings is quantised, the head keeps its embedding.
+    """
     if not head.has_embedding:
         return head, params
     if target_params.embedding.numbers or params.embedding.numbers:

@@ -4,14 +4,14 @@
               each layer stores the keys and values of g_p in its cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
               through decoder layers, each with an `AttentionMask` over context and block
-    drafts    row j gives the logits of the token at n + j; a `Refinement` may change them
+    drafts    row j gives the logits of the token at n + j; a `Refinement` can change them
 
 f_p are hidden states of some of the target's layers, fc is a matrix and e is the embedding. x_n is
 the last token, which the target has not run yet.
 
 Running the block writes its keys and values at its positions. After the target has run these
-positions, `observe` overwrites the block's keys and values with the context's. K may be less than
-the block size used in training.
+positions, `observe` overwrites the block's keys and values with the context's. The block can be
+smaller than in training.
 """
 
 from collections.abc import Collection, Sequence
@@ -56,7 +56,10 @@ ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlashParams:
-    """Weights of a DFlash head; `embedding` and `lm_head` are None if the target's are used."""
+    """Weights of a DFlash head. The head reads hidden states of A of the target's layers.
+
+    `embedding` and `lm_head` are None if the head uses the target's weights.
+    """
 
     embedding: Table | None  # [V, D]
     context_fc: Matrix  # [A D_target, D]
@@ -223,7 +226,7 @@ class DFlashHead(ShapedHead):
         return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
-        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are the same."""
         return params.target_ids
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
@@ -348,9 +351,9 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
         """Write the keys and values of `rows`, which the target has run; return the new kv.
 
-        They are computed from `states` [N, A D_target], the concatenated hidden states of the A
-        target layers that the head reads. The other results of the layers are unused, so JAX or XLA
-        removes them as dead code.
+        The keys and values are computed from `states` [N, A D_target], the concatenated hidden
+        states of the A target layers that the head reads. The layers' other results are unused, so
+        JAX or XLA removes them as dead code.
         """
         shape = self.head.shape
         fused = params.context_fc.multiply(states)

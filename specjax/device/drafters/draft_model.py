@@ -5,9 +5,10 @@ round of K drafts runs the model K times: on the last token to make the first dr
 draft to make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
-runs this draft and the last token in its first pass. If drafts from texts replaced the model's own
-drafts, the first pass runs all accepted drafts that differ from them. A round without drafts also
-runs the first pass, which then writes keys and values to the caches but computes no logits.
+runs this draft and the last token in its first pass. The host can replace the model's drafts with
+drafts from earlier texts (see `device.suggestions`). Then the next round's first pass runs the
+accepted drafts from the first draft that the model has not run. A round without drafts also runs
+the first pass, which then writes keys and values to the caches but computes no logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -139,8 +140,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
     It makes no drafts past the draft model's maximum position.
 
     Attributes:
-        max_missing: maximum number of accepted drafts that the caches may lack. It is 1 unless
-            drafts from texts may replace the model's own drafts.
+        max_missing: maximum number of accepted drafts that the caches can lack. It is 1 unless the
+            host can replace the model's drafts; then it is the maximum number of drafts.
     """
 
     max_missing: int = 1
@@ -156,7 +157,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of rows for accepted drafts of the previous round."""
+        """Return the number of rows for accepted drafts that the caches can lack."""
         return self.max_missing
 
     def num_passes(self, k: int) -> int:
@@ -209,7 +210,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
     ) -> tuple[Draft, DraftModelState]:
         """See `Drafter.draft`.
 
-        The state of a recurrent model may include only accepted tokens. So each pass of a recurrent
+        A recurrent model's state must include only accepted tokens. So each pass of a recurrent
         model starts from the state before the round, and runs the last token and all previous
         drafts again.
         """

@@ -102,9 +102,9 @@ class DraftContext:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Draw one draft per request; return the drafts i32[B] and their distributions f32[B, V].
 
-        `before` holds the drafts already drawn in this round, i32[B] each. `logits` f32[B, V_d] are
-        edited like the target's logits, so that the target is likely to accept the drafts.
-        `token_ids` i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
+        `before` holds the drafts already drawn in this round, i32[B] each. This method edits
+        `logits` f32[B, V_d] like the target's logits, which makes acceptance likelier. `token_ids`
+        i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
 
         The distributions are None if verification does not need them: for greedy drafts, and for
         drafts drawn with the random numbers that the target uses.
@@ -240,11 +240,11 @@ class DrafterWeights(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return all weights except integers as a tree of `TensorSpec`; see `Model.specs`."""
+        """Return all weights, without token ids, as a tree of `TensorSpec`; see `Model.specs`."""
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Return whether a checkpoint may contain the tensor `name` although it is not loaded."""
+        """Return whether a checkpoint's tensor `name` is ignored if `specs` do not name it."""
         ...
 
     @property
@@ -294,7 +294,7 @@ class Drafter(Protocol):
 
     @property
     def may_defer(self) -> bool:
-        """Whether one call of `observe` may take the rows of several rounds without drafts.
+        """Whether one call of `observe` can take the rows of several rounds without drafts.
 
         This saves time only if `observe` reads weights.
         """
@@ -339,7 +339,7 @@ class Drafter(Protocol):
         """Return the weight that a drafter without its own output head uses as output head.
 
         It is the target's head, or a draft model's embedding; None if `params` lack this weight. Do
-        not call this method of a drafter with its own output head.
+        not call this method if the drafter has its own output head.
         """
         ...
 

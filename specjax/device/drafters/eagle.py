@@ -156,9 +156,9 @@ def _layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[EagleHead, EagleParams]:
-    """Load a published EAGLE-1 head.
+    """Load an EAGLE-1 head in the authors' format.
 
-    Configs do not say whether fc has a bias, so the tensor names decide.
+    The config does not say whether fc has a bias, so the tensor names decide.
     """
     shape = files.geometry("layers.0", target)
     if shape.hidden_size != target.hidden_size:
@@ -176,5 +176,5 @@ def load(
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:
-    """Return a head's `config.json` in the published format."""
+    """Return a head's `config.json` in the authors' format."""
     return {**llama.to_hf(head.shape), "bias": head.has_fc_bias}

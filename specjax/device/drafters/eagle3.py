@@ -5,10 +5,10 @@
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         usually over a reduced vocabulary
 
-There may be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 may
+There can be more than three hidden states h, each a residual stream of the target. EAGLE-3.1 can
 apply a norm to each h before fc. Some heads read no h: their g is the target's normed output. For
 each draft after the first, g is the previous y, or norm(y) if `recycle_normed` is true. A head with
-the full vocabulary may use the target's output head.
+the full vocabulary can use the target's output head.
 """
 
 from collections.abc import Collection
@@ -54,10 +54,10 @@ _FUSING = "fc.", "fc_norm.", "input_norm."  # prefixes of tensors that fuse auxi
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle3Params:
-    """Weights of an EAGLE-3 head.
+    """Weights of an EAGLE-3 head, which reads A hidden states ("auxiliary states") of the target.
 
-    `embedding` and `lm_head` are None if the head uses the target's. `fc` is None if the head has
-    no auxiliary layers.
+    `embedding` and `lm_head` are None if the head uses the target's weights instead. `fc` is None
+    if A is 0.
     """
 
     embedding: Table | None  # [V, D]
@@ -110,8 +110,8 @@ class Eagle3Head(ShapedHead):
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
         """Return the weights, except the integer token ids, as `TensorSpec`s.
 
-        `names` are the tensor names in the files. They show whether the files have the published
-        layout or the speculators library's layout.
+        `names` are the tensor names in the files. They show whether the files have the authors'
+        layout or the layout of the library speculators.
         """
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
@@ -185,7 +185,7 @@ class Eagle3Head(ShapedHead):
         return logits if own.target_ids is not None else target.vocabulary.part(logits)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are the same."""
         return params.target_ids
 
 
@@ -232,7 +232,8 @@ def load(
 ) -> tuple[Eagle3Head, Eagle3Params]:
     """Load an EAGLE-3 head.
 
-    Its layout is the published layout (`midlayer.*`) or the speculators library's (`layers.0.*`).
+    The head's tensors have names in the authors' layout (`midlayer.*`) or in the layout of the
+    library speculators (`layers.0.*`).
     """
     head = _read_chain_head(files, config, target)
     return head, load_weights(files, head, target, dtype)
@@ -365,9 +366,10 @@ def is_speculators(hf: HFConfig) -> bool:
 def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
     """Return whether each draft after the first reads norm(y) of the previous row, instead of y.
 
-    The config's `norm_output` says this, except for heads of architecture "LlamaForCausalLMEagle3"
-    without norms of auxiliary states. In their configs, SpecForge used `norm_output` for the norm
-    before the output head. All heads have that norm, so `norm_output` is ignored.
+    The config's field `norm_output` says this, with one exception: the result is False for a head
+    of architecture "LlamaForCausalLMEagle3" without norms of auxiliary states. In the configs of
+    such heads, SpecForge used `norm_output` for the norm before the output head, which every head
+    has.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:
         return False
@@ -405,7 +407,7 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
 
 
 def to_hf(head: Eagle3Head) -> dict[str, Any]:
-    """Return a head's `config.json` in the published format."""
+    """Return a head's `config.json` in the authors' format."""
     return {
         **llama.to_hf(head.shape),
         "draft_vocab_size": head.draft_vocab_size,
@@ -423,7 +425,7 @@ def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
 
 
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
-    """Return a head's tensors `d2t` and `t2d` in the published format.
+    """Return a head's tensors `d2t` and `t2d` in the authors' format.
 
     `d2t` i64[V_d] holds, for each draft id i, the target's id minus i. `t2d` bool[V] is true for
     tokens of the draft vocabulary. The dict is empty if the head has no separate draft vocabulary.

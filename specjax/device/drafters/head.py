@@ -81,7 +81,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def may_defer(self) -> bool:
-        """True: a single call of `observe` may take the rows of several rounds.
+        """True: a single call of `observe` can take the rows of several rounds.
 
         This is correct for most heads, because the keys and values that they compute for a row do
         not depend on later rows.

@@ -119,7 +119,7 @@ class MedusaHeads:
         return name == TOKEN_MAP
 
     def target_ids(self, params: MedusaParams) -> jax.Array | None:
-        """Map the draft vocabulary's ids to the target's, i32[V_d]; None if they are the same."""
+        """Return the target's id of each draft token, i32[V_d]; None if the ids are the same."""
         return params.target_ids
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:

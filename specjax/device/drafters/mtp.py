@@ -110,7 +110,7 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Copies of target tensors in the module: the name of each copy and of its original."""
+        """Maps the name of each tensor that copies a target tensor to the target tensor's name."""
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

@@ -63,7 +63,7 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Copies of target tensors in the modules: the name of each copy and of its original."""
+        """Maps the name of each tensor that copies a target tensor to the target tensor's name."""
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
@@ -138,8 +138,8 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     ) -> tuple[Draft, ModulesState]:
         """See `Drafter.draft`.
 
-        Module i, which makes draft i, has not run the rows of this round's earlier drafts yet. So
-        it runs these rows together with the row that gives draft i.
+        Module i makes draft i, counted from 0. It has not run the rows of this round's earlier
+        drafts yet. So it runs these rows together with the row that gives draft i.
         """
         hidden, kv = state.hidden[context.slots], list(state.kv)
         starts, most = context.starts, len(self.head.modules)
@@ -169,8 +169,8 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
     def _run(self, target, params, number, context, first, tokens, inputs, kv):
         """Run module `number` on `tokens` i32[B, T] and hidden states `inputs` [B, T, D].
 
-        The tokens of request b have positions from `first[b]` on. Return the output [B, T, D] and
-        the module's new cache.
+        Request b's rows have positions from `first[b]` on. Return the output [B, T, D] and the
+        module's new cache.
         """
         count = tokens.shape[1]
         writes = number > 0

@@ -1,7 +1,7 @@
 """Quantises the weights of drafters.
 
-The target keeps its weights, and verifies every draft. So fewer drafts may be accepted, but outputs
-do not become worse.
+The target keeps its weights, and verifies every draft. So quantisation can lower the number of
+accepted drafts, but it does not make outputs worse.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ def narrow_drafter(params: Any, config: SpeculativeConfig, log: Log = no_log) ->
     """Return a drafter's parameters with projections quantised as `config` says.
 
     `config.head_dtype` applies to the drafter's own output heads, and `config.quantization` to all
-    other projections. Two kinds of weights are unchanged: those already quantised, and those that
-    cannot be (see `narrow`). `log` receives a line with the number of the second kind. If `params`
-    are shapes, shapes are returned.
+    other projections. Two kinds of weights are unchanged: weights already quantised, and weights
+    that cannot be quantised (see `narrow`). `log` receives a line with the number of weights of the
+    second kind. If `params` are shapes, shapes are returned.
 
     Raises:
         ValueError: an option is set, but all weights to which it applies are quantised already.
@@ -86,13 +86,19 @@ def _weights(tree: Any) -> list[tuple[Any, Weight]]:
 
 
 def _value_for(path: str, chosen: dict[str, str | None]) -> str | None:
-    """Return the value of the option for the weight at a path; None if it is not set."""
+    """Return the value of the option that applies to the weight at `path`, such as "int4".
+
+    Return None if the option is not set, or if no option applies.
+    """
     option = _option_of(path)
     return option and chosen[option]
 
 
 def _option_of(path: str) -> str | None:
-    """Return the option for the weight at a path; None if this weight is never quantised."""
+    """Return the name of the option that applies to the weight at `path`.
+
+    Return None if the weight is never quantised.
+    """
     names = set(path.split("."))
     if names & _HEADS:
         return "head_dtype"

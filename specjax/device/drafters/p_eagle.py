@@ -230,6 +230,6 @@ def _read_mask(hf: HFConfig, target: Model) -> int:
 
 
 def to_hf(head: PEagleHead) -> dict[str, Any]:
-    """Return a head's `config.json` in the published format."""
+    """Return a head's `config.json` in the authors' format."""
     own = {"parallel_drafting": True, "ptd_token_id": head.mask_token_id}
     return {**eagle3.to_hf(head), **own}

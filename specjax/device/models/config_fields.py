@@ -7,7 +7,7 @@ model. A field that the class ignores is of one of three kinds:
     harmless    it concerns tools, training, tokenizers or generation, and is ignored
     refused     it changes the mathematics of models of other types, and the config seems to
                 describe one of those models; this is an error
-    unknown     it may change the model or not; a warning names it
+    unknown     its effect on the model is unknown; a warning names it
 """
 
 from collections.abc import Collection, Mapping, Set
@@ -172,7 +172,7 @@ def check_fields(hf: HFConfig, text: HFConfig) -> None:
 
     Args:
         hf: the whole config.
-        text: the config of the text model, which may be a part of `hf`; see `read_text`.
+        text: the config of the text model, which can be a part of `hf`; see `read_text`.
 
     Raises:
         CheckpointError: a field is not supported. The message names the field and its effect.

@@ -73,7 +73,7 @@ class DecoderParams:
 
     @property
     def head(self) -> Any:
-        """The output head, which turns hidden states into logits. It may be the embedding."""
+        """The output head, which turns hidden states into logits. It can be the embedding."""
         return self.embedding if self.lm_head is None else self.lm_head
 
 
@@ -180,7 +180,7 @@ class Decoder:
     def inner_multiple(self) -> int:
         """A number that must divide each device's part of the experts' inner width.
 
-        It is 1 if the width may be divided anywhere.
+        The number is 1 if the width can be divided anywhere.
         """
         return 1
 

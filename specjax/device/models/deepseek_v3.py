@@ -76,7 +76,7 @@ class DeepSeek(Decoder):
 
 
 def from_hf(hf: HFConfig) -> DeepSeek:
-    """Return the model of a Hugging Face config, whose type is "deepseek_v3" or "glm4_moe_lite"."""
+    """Return the model that a config of type `deepseek_v3` or `glm4_moe_lite` describes."""
     hf.require_unset("attention_bias")
     hf.require("hidden_act", "silu")
     hf.require("scoring_func", "sigmoid")

@@ -1,4 +1,4 @@
-"""Describes the quantised weights of a model whose checkpoint has a config, but no weights."""
+"""Describes the quantised weights of a model from the config alone, without weight files."""
 
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,8 @@
 `qwen3` and `qwen3_moe`.
 
 All types have one architecture with optional tensors, windows and experts. Qwen2 has a bias on q, k
-and v. Llama may have a bias on every attention projection. Qwen3 normalises q and k per head. A
-tensor that a model does not have is None, and is skipped. In all types except `llama`, layers may
+and v. Llama can have a bias on every attention projection. Qwen3 normalises q and k per head. A
+tensor that a model does not have is None, and is skipped. In all types except `llama`, layers can
 attend within a window. Qwen3-MoE has experts. Phi-3 stores q, k and v in one tensor, and gate and
 up in another. Ministral 3 scales queries by their position.
 """

@@ -92,7 +92,8 @@ class Model(Protocol):
         """Return the model with settings for pages in an 8-bit format.
 
         The pages of `kept_layers` keep the model's dtype. `layer_scales` are the scales of each
-        layer's keys and values; () if all are 1. Formats with a scale per token ignore them.
+        layer's keys and values; () if all are 1. Formats with scales of tokens ignore
+        `layer_scales`.
         """
         ...
 

@@ -92,7 +92,7 @@ def describe_model(hf: HFConfig) -> Model:
 def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
     """Return the model in a checkpoint folder, without weights.
 
-    A config may tie the output head to the embedding although the files have a different output
+    Some configs tie the output head to the embedding although the files have a different output
     head. Then the model is not tied, as in transformers, and the log says so.
     """
     model: Any = describe_model(hf)
@@ -221,9 +221,9 @@ def stored_specs(
 ) -> Any:
     """Return the `TensorSpec`s for loading a model's parameters from a checkpoint folder.
 
-    They describe the form in which the folder stores the weights, for example 4-bit numbers with
-    scales. If `quantization` is set, they describe the form of the weights after quantisation.
-    `dtype` is the dtype of dequantised rows of embeddings; None for float32.
+    The `TensorSpec`s describe weights in the form in which the folder stores them, for example
+    4-bit numbers with scales. If `quantization` is set, they describe the weights after
+    quantisation. `dtype` is the dtype of dequantised rows of embeddings; None for float32.
     """
     files = open_weights(folder, read_config(folder), np.dtype(dtype or "float32"))
     specs = named_specs(model, files.shapes())
@@ -286,7 +286,7 @@ def named_specs(
 ) -> Any:
     """Return a model's `TensorSpec`s with the tensor names of a checkpoint or a trainer.
 
-    These names may have other prefixes than the model's own names; see `TensorNames`.
+    These names can have other prefixes than the model's own names; see `TensorNames`.
 
     Args:
         model: a model, or a part of a model.
@@ -309,10 +309,10 @@ def named_specs(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Return whether a checkpoint may have the tensor `name` although the model does not load it.
+    """Return whether the model ignores the tensor `name` of a checkpoint.
 
-    Such tensors are those outside the text model, rotary frequencies, scales of KV caches, and an
-    output head that is tied to the embedding.
+    Ignored tensors are tensors outside the text model, rotary frequencies, scales of KV caches, and
+    an output head that is tied to the embedding.
     """
     # With tied embeddings the output head may be stored as well.
     is_copy = is_tied(model) and is_head(name)

@@ -2,7 +2,7 @@
 
 The names in the `TensorSpec`s of all models begin with `model.` or `lm_head.`. Checkpoints and
 trainers of multimodal models use longer names. Checkpoints of models without an output head use
-shorter names. Checkpoints may also contain tensors that are not part of the text model.
+shorter names. Checkpoints can also contain tensors that are not part of the text model.
 """
 
 from collections import Counter
@@ -86,8 +86,8 @@ def is_head(name: str) -> bool:
 def is_within(name: str, beginnings: Iterable[str]) -> bool:
     """Return whether the checkpoint's tensor `name` begins with one of the prefixes `beginnings`.
 
-    The prefixes are given as in the model's `TensorSpec`s. In the checkpoint, another prefix may
-    replace `model.`.
+    `beginnings` are prefixes of names in the model's `TensorSpec`s. In the checkpoint, another
+    prefix can replace `model.`.
     """
     parts = [part.removeprefix("model.") for part in beginnings if part.startswith("model.")]
     others = [part for part in beginnings if not part.startswith("model.")]

@@ -1,4 +1,4 @@
-"""The config of a text model, which may be a part of another model's config.
+"""The config of a text model, which can be a part of another model's config.
 
 Models that also read images or sound contain a text model of a supported family. Their config holds
 the text model's fields in `text_config`, or next to the fields of the other parts. Multimodal
@@ -101,9 +101,9 @@ _MROPE = "mrope_section", "mrope_interleaved"
 def read_text(hf: HFConfig) -> HFConfig:
     """Return the config of the text model.
 
-    The `model_type` in this config names the model's family. The config includes the fields that
-    all parts share. Some types of models have other defaults than their family. The config then
-    includes the defaults of the model's type.
+    In the result, `model_type` names the model's family. The result includes the fields that all
+    parts share. If a field is missing, and its default for the model's type differs from the
+    family's default, the result has the type's default.
 
     Raises:
         CheckpointError: `text_config` is not an object.

@@ -1,4 +1,4 @@
-"""Divides quantised weights over devices. They stay quantised, as the checkpoint stores them.
+"""Divides quantised weights over devices without dequantising them.
 
 Each device has a smaller quantised weight, made of its parts of the stored tensors.
 """

@@ -31,7 +31,7 @@ def block_columns() -> int | None:
 
 @dataclass(frozen=True)
 class Matrix(Weight):
-    """A matrix [in, out], which may merge several projections of one input.
+    """A matrix [in, out], which can merge several projections of one input.
 
     Each projection is a named part of the columns.
     """
@@ -135,9 +135,10 @@ class Dense(Matrix):
 class Blocks(Dense):
     """A matrix [in, out], and its copy as blocks of columns [out / C, in, C].
 
-    XLA multiplies few rows by C columns at a time (see `block_columns`). In one array [in, out]
-    these numbers are far apart, in a block they are adjacent. More than eight rows are multiplied
-    by the one array, because jax 0.10.2 runs a batch on one core.
+    XLA multiplies few rows by C columns at a time (see `block_columns`). A block stores the numbers
+    of C columns contiguously; in the array [in, out], these numbers are far apart. More than
+    `FEW_ROWS` rows are multiplied by the array [in, out], because jax 0.10.2 multiplies a batch of
+    blocks on one core.
     """
 
     column_blocks: jax.Array = field(kw_only=True)

@@ -14,7 +14,7 @@ from specjax.device.weights.weight import weight
 @weight
 @dataclass(frozen=True)
 class Mixed(Matrix):
-    """Matrices side by side, used as one matrix [in, out]. Each is stored in a different format."""
+    """Several matrices side by side, in different formats, used as one matrix [in, out]."""
 
     values: Any  # tuple[Matrix, ...]
 

@@ -12,7 +12,7 @@ from specjax.checkpoint.mxfp4 import BLOCK
 from specjax.checkpoint.spec import TensorSpec, module_of
 from specjax.device.weights.packed_experts import PackedExperts
 
-_NAN = 255  # the only exponent that is not a number's
+_NAN = 255  # the only exponent that means NaN
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ def narrow(x: Weight, quantization: str) -> Weight:
     if its class cannot be quantised like this, or if the number of inputs on a device is not a
     multiple of the group size.
 
-    The weight may be divided over devices. If its array is only a shape, the arrays of the result
-    are shapes, too.
+    The weight can be divided over devices. If the array of `x` is only a shape, the arrays of the
+    result are shapes, too.
     """
     make = _FORMS.get(type(x))
     local = jax.tree.map(lambda one: local_shape(_shape(one)), x)
@@ -50,7 +50,10 @@ def _quantise(form: Weight, x: Weight) -> Weight:
 
 @lru_cache(maxsize=32)  # layers share a function, and so a compiled program
 def _quantiser(tree: Any, shapes: tuple[Any, ...], is_divided: bool) -> Callable[[Weight], Weight]:
-    """Return a function that quantises a plain weight like the weight with this tree and leaves."""
+    """Return a function that quantises a plain weight like a given weight.
+
+    The given weight has the pytree structure `tree` and the leaves `shapes`.
+    """
 
     def quantise(plain: Weight) -> Weight:
         return jax.tree.unflatten(tree, shapes).quantise(plain)

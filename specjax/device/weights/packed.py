@@ -75,9 +75,9 @@ class Packed(Quantised):
 
 
 def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
-    """Return new values for the arrays of `old`, so that it stores `matrix` [out, in].
+    """Return the arrays with which `old` would store `matrix` [out, in], by the name of the field.
 
-    `old` is a `Packed`, or has its fields. Weights are rounded to the nearest numbers.
+    `old` is a `Packed`, or has the same fields. Weights are rounded to the nearest numbers.
     """
     form, dtype = old.form, old.scales.dtype.name
     if form.is_float:
@@ -116,7 +116,7 @@ class _Spec(TensorSpec):
 
     @property
     def num_groups(self) -> int:
-        """The number of groups."""
+        """The number of groups of inputs that share a scale."""
         return self.packing.num_groups(self.form.num_in)
 
     def merge(self, parts: Sequence[Any]) -> Any:

@@ -29,7 +29,7 @@ class Quantised(Matrix):
         return self._multiply(x, None, first)
 
     def outputs(self, ids: jax.Array) -> "Quantised":
-        """Return the matrix [in, N] of the outputs i32[N]."""
+        """Return a matrix [in, N] that has only the columns `ids` i32[N] of this matrix."""
         raise NotImplementedError
 
     def with_kernels(self, kernels: str) -> "Quantised":

@@ -46,7 +46,7 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
 
 
 def projections(specs: Any) -> list[str]:
-    """Return the names of the tensors that may be quantised, given a model's `TensorSpec`s."""
+    """Return the names of the tensors that can be quantised, given a model's `TensorSpec`s."""
     leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_weight)
     return [
         name

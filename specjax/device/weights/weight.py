@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey
 W = TypeVar("W", bound=type)
 # Fields of weights that are arrays or None.
 ARRAYS = "values", "scales", "zeros", "factors", "order", "column_blocks"
-# On a CPU, parameters of at most this many bytes may also be kept in a second, faster form.
+# On a CPU, parameters of at most this many bytes can also be kept in a second, faster form.
 MAX_DOUBLED = 2**30
 
 
@@ -59,7 +59,7 @@ class Weight:
         """Return the weight `plain`, quantised like this weight and with its dtypes.
 
         `plain` has the class of the result of `self.plain`. The numbers of `plain` are rounded to
-        the nearest quantised numbers. The numbers of `self` are not read, so `self` may hold shapes
+        the nearest quantised numbers. The numbers of `self` are not read, so `self` can hold shapes
         in place of arrays, except for i32 arrays such as an order of inputs.
         """
         return replace(plain, values=plain.values.astype(self.values.dtype))

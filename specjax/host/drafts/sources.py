@@ -45,7 +45,7 @@ class Source(Protocol):
         ...
 
     def finish(self, sample: Sample) -> None:
-        """Tell the source that a sample has finished, so that it may keep the output."""
+        """Tell the source that a sample has finished. The source can then keep the output."""
         ...
 
 
@@ -106,7 +106,7 @@ class EarlierOutputs(_Texts):
     """The source of drafts whose texts are the outputs of recently finished samples.
 
     Only samples that stopped or reached their length limit count. About `max_requests` outputs are
-    kept, or fewer if they have more than `MAX_OUTPUT_TOKENS` tokens.
+    kept, or fewer if they have more than `MAX_OUTPUT_TOKENS` tokens in total.
     """
 
     name = "suffix"

@@ -38,8 +38,8 @@ class Suggestion(NamedTuple):
 def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
     """Return whether the drafts of the latest round came from the suggestion `path`.
 
-    The round gave the last `num_kept` tokens of the sequence. The drafts came from `path` if it
-    agrees with the tokens before the round, and continues after them.
+    The round gave the last `num_kept` tokens of the sequence. The drafts came from `path` if `path`
+    agrees with all tokens from its start to the round, and continues after these tokens.
     """
     if path is None:
         return False

@@ -127,11 +127,13 @@ class TextIndex:
     ) -> Continuation:
         """Return the best continuation of a text that ends with `tokens`.
 
-        It has `num_in_flight` expected tokens, followed by at most `count` drafts. It is `NOTHING`
-        if no drafts are found. A match is an earlier occurrence of the last n of `tokens`. For each
-        n that has matches, one continuation is built, token by token: the most frequent token after
-        the matches comes next. The continuation with the largest score is returned; if several have
-        this score, the one with the largest n.
+        The result has `num_in_flight` expected tokens, followed by at most `count` drafts, or is
+        `NOTHING` if no drafts are found.
+
+        A match is an earlier occurrence of the last n of `tokens`. For each n that has matches, one
+        continuation is built, token by token: the most frequent token after the matches comes next.
+        The best continuation has the largest score. If several have this score, the best one has
+        the largest n.
         """
         matches = self._matches(list(tokens[-limits.max_match :]))
         best = NOTHING
@@ -214,7 +216,7 @@ class TextIndex:
 class RecentTexts(TextIndex):
     """An index of the latest texts: about `max_texts`, with about `max_tokens` in total.
 
-    It may exceed each limit by 1 %, so that it does not remove texts with each `add`.
+    The index can exceed each limit by 1 %, so that not every `add` removes texts.
     """
 
     def __init__(self, max_texts: int, max_tokens: int):

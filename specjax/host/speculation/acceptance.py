@@ -77,7 +77,8 @@ class _Counts:
     def mean(self, i: int, prior: float, weight: float) -> float:
         """Return the estimated acceptance rate at position i.
 
-        It is the mean of the observed rate and of `prior`, which weighs as much as `weight` drafts.
+        This is the weighted mean of the observed rate and of `prior`, which counts like `weight`
+        drafts.
         """
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
@@ -107,7 +108,10 @@ class Acceptance:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all counts, for example after a change of the drafter."""
+        """Forget all counts and learned offsets, for example after a change of the drafter.
+
+        The rates start again from the `prior` of the constructor, or from a default without one.
+        """
         max_drafts = self.max_drafts
         logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE

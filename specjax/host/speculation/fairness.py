@@ -1,8 +1,8 @@
-"""Limits how much slower drafts may make requests in one range of context lengths.
+"""Limits how much drafts slow down the requests in any range of context lengths.
 
-All requests of a round wait for its slowest part. If only requests with short contexts gain from
-drafts, requests with long contexts wait for these drafts, and become slower than without drafts.
-The ranges are the buckets of `contexts`. The mean speed of the requests in a range is
+All requests of a round wait until the whole round has ended. If only requests with short contexts
+gain from drafts, requests with long contexts wait for these drafts, and become slower than without
+drafts. The ranges are the buckets of `contexts`. The mean speed of the requests in a range is
 
     speed(k) = (1 + their mean number of accepted drafts) / ms of the round
 
@@ -41,9 +41,9 @@ class Fairness:
     ) -> "Fairness | None":
         """Return a `Fairness` for a round, or None if every K is allowed.
 
-        Every K is allowed if `max_slowdown` is 1, if K = 0 is not a choice, or if all requests are
-        in one range of context lengths: then a K with more tokens per millisecond than K = 0 slows
-        down no request.
+        Every K is allowed if the load does not describe each request, if `max_slowdown` is 1, or if
+        K = 0 is not a choice. Every K is also allowed if all requests are in one range of context
+        lengths: then a K with more tokens per millisecond than K = 0 slows down no request.
 
         Args:
             load: the load of the round.

@@ -74,7 +74,7 @@ def resumed_policy(
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
     """Return the policy called `name`: "static:K", "table", "profile" or "adaptive".
 
-    It never chooses a K above the profile's maximum.
+    The policy never chooses a K above the profile's maximum.
 
     Raises:
         ValueError: the name is unknown, or the K in it exceeds the profile's maximum.

@@ -156,9 +156,10 @@ class Profile:
 
 
 def mean_profile(profiles: Sequence[Profile], weights: Sequence[float]) -> Profile:
-    """Return the mean of profiles that have the same batch sizes and Ks.
+    """Return the weighted mean of profiles that have the same batch sizes and Ks.
 
-    If all weights are 0, all profiles have the same weight.
+    Times and rates are averaged. All other fields are from the first profile. If all weights are 0,
+    all profiles have the same weight.
     """
     first, *_ = profiles
     total = sum(weights)

@@ -28,15 +28,16 @@ class TextDrafts(NamedTuple):
 
 
 class ReadyRequests(NamedTuple):
-    """Describes the n requests that are ready to decode. Each field has n items.
+    """Describes the requests that are ready to decode. Each list has an item per request.
 
     Attributes:
         keys: values that identify the requests over several rounds.
         groups: see `Request.group`.
         lengths: number of tokens, including the prompt.
-        limits: maximum number of drafts that can become part of the output. The request's own limit
-            on drafts is included.
-        texts: drafts that the host found in texts; None if it has not searched for drafts.
+        limits: maximum number of the next round's drafts that can become part of the output. Both
+            the request's limit on tokens and its limit on drafts bound this number.
+        texts: drafts that the host found in texts; None instead of a list if the host has not
+            searched for drafts.
     """
 
     keys: Sequence[Hashable]
@@ -47,7 +48,9 @@ class ReadyRequests(NamedTuple):
 
 
 class RequestOutcomes(NamedTuple):
-    """The outcome of a round for each of its n requests. Each field has n items.
+    """The outcome of a round for n of its requests. Each field has n items.
+
+    Requests that had drafts from texts instead of the drafter's drafts are left out.
 
     Attributes:
         keys: values that identify the requests, as in `ReadyRequests`.

@@ -173,7 +173,7 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        """The lost fraction of the oracle's goodput, averaged over all rounds."""
+        """The lost fraction of the oracle's goodput, averaged over rounds, weighted by time."""
         return sum(self.lost_by_batch.values()) / sum(self.ms_by_batch.values())
 
     @property
@@ -335,8 +335,8 @@ def _verify(
 ) -> dict[int, tuple[Any, ...]]:
     """Draw the number of accepted drafts of every request, and append the tokens.
 
-    `drafting` holds the requests that draft k tokens; None if all requests do. Return the fields of
-    a `DraftOutcome` for each request with drafts of the drafter.
+    `drafting` holds the requests that draft k tokens; None if all requests do. Return, by request,
+    the fields of a `DraftOutcome`. Requests that do not draft, or draft from texts, are left out.
     """
     found, gone = {}, []
     remaining, random = running.remaining, rng.random

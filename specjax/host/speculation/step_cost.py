@@ -60,9 +60,10 @@ class StepCost:
     ):
         """`points` are the known times. Times for further Ks in `ks` are computed from them.
 
-        `batches` are the batch sizes to which rounds are padded. If it is empty, rounds are not
-        padded. The times in `points` are without context. For each token of context, a round of K
-        drafts takes `ms_per_context_token` + K * `ms_per_context_draft` more.
+        All times are in milliseconds. `batches` are the batch sizes to which rounds are padded.
+        Without `batches`, rounds are not padded. The times in `points` are without context. Each
+        token of context adds `ms_per_context_token` + K * `ms_per_context_draft` to a round of K
+        drafts.
         """
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
@@ -176,7 +177,10 @@ class StepCost:
         self._found.clear()
 
     def _columns(self, batch_size: int, bucket: int) -> tuple[Column, Column]:
-        """Return the known time and the estimated time of each K for any batch size."""
+        """Return the known and the estimated milliseconds by K, without context.
+
+        In contrast to `_estimates`, the batch size need not be in `batches`.
+        """
         if self._is_padded:
             return self._estimates((self._index(batch_size), bucket))
         places = [(index, bucket) for index in range(len(self.batches))]
@@ -184,12 +188,12 @@ class StepCost:
         return self._between(known, batch_size), self._between(estimates, batch_size)
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
-        """Return the known time and the estimated time of each K, both without context.
+        """Return the known and the estimated milliseconds by K, both without context.
 
         `place` is a batch size's index and a bucket of context lengths. The known times come from a
-        profile or a measurement. The estimates are computed from the known times and from the times
-        of rounds that ran users' requests. A bucket without such rounds has the estimates of the
-        first bucket.
+        profile or from artificial rounds. The estimates are computed from the known times and from
+        the times of rounds that ran users' requests. A bucket without such rounds has the estimates
+        of the first bucket.
         """
         if place not in self._known:
             base = self._rows[place[0]]
@@ -212,9 +216,9 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """Return the prior mean of log(time in serving / known time) for the batch size of `row`.
+        """Return the prior mean of log(served time / known time) for the batch size of `row`.
 
-        The mean is estimated from the times of all other batch sizes.
+        This is the mean over all other batch sizes, shrunk towards 0. For the times, see `_Row`.
         """
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
@@ -228,10 +232,11 @@ class StepCost:
 
 
 class _Row:
-    """For one batch size: the known time of each K, and the times of rounds with users' requests.
+    """For one batch size: the known time and the served times of each K.
 
-    The times of these rounds are called served times. A served time is stored as the logarithm of
-    its ratio to the known time.
+    All times are in milliseconds, and without context. A known time comes from a profile or from
+    artificial rounds. A served time is the time of a round with users' requests, and is stored as
+    log(served time / known time).
     """
 
     def __init__(self, points: Sequence[float]):
@@ -246,8 +251,8 @@ class _Row:
         """Add the time of a served round, a round with users' requests.
 
         `column` is the index of the round's K. `surprise` is log(served time / known time), and
-        `expected` is its current estimate. The first few rounds change the estimate only a little.
-        The known time is from a profile or from artificial rounds.
+        `expected` is the current estimate of this logarithm. The first few rounds change the
+        estimate only a little. For the two times, see the class.
         """
         served = self.served[column]
         served.append(surprise)
@@ -274,11 +279,12 @@ class _Row:
         self._set({column: 0.0})
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Return the estimated time of each K.
+        """Return the estimated milliseconds of a round of each K, without context.
 
-        Served times are the times of rounds with users' requests. The estimate of a K without
-        served times is limited to the range between the served times of smaller and of larger Ks.
-        `elsewhere` is the prior mean of log(served time / known time) for this batch size.
+        A known time comes from a profile or from artificial rounds; a served time, from a round
+        with users' requests. The estimate of a K without served times is limited to the range
+        between the served times of smaller and of larger Ks. `elsewhere` is the mean of
+        log(served time / known time) over other batch sizes, which is the prior mean for this one.
         """
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         factor = math.exp(shared)
@@ -290,20 +296,21 @@ class _Row:
         return self.corrected([min(max(ms * factor, low), high) for ms, low, high in bounds])
 
     def corrected(self, prior: Sequence[float]) -> list[float]:
-        """Return the time in ms of a round of each K (draft tokens): `prior`, corrected.
+        """Return `prior`, the milliseconds of a round of each K, corrected by the served times.
 
-        The result is a geometric mean of `prior` and of the times measured in serving. The more
-        times of a K were measured, the larger their weight.
+        Served times are the times of rounds with users' requests. Each result is a weighted
+        geometric mean of the prior time and the median of the served times. The more served times
+        a K has, the larger their weight.
         """
         columns = zip(prior, self._ms, self._weights, strict=True)
         return [served**weight * ms ** (1 - weight) for ms, served, weight in columns]
 
     def near(self, prior: Sequence[float]) -> list[float]:
-        """Return the time of each K, estimated from `prior` and from the served times.
+        """Return the milliseconds of each K, estimated from `prior` and from the served times.
 
-        Served times are the times of rounds with users' requests. `prior` has estimates that do not
-        use them. First, all of `prior` is scaled by the mean ratio of the served times to `prior`.
-        So the time of a K without served times changes, too.
+        Served times are the times of rounds with users' requests. `prior` holds estimates that do
+        not use this row's served times. First, all of `prior` is scaled by the mean ratio of the
+        served times to `prior`. So the time of a K without served times changes, too.
         """
         known = zip(self._weights, self.levels, prior, self.points, strict=True)
         moves = (weight * (level - math.log(ms / own)) for weight, level, ms, own in known)

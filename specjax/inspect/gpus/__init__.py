@@ -1,7 +1,7 @@
 """The GPUs for which steps can be compiled on a machine without a GPU.
 
-Each GPU has one .txtpb file, which is XLA's description of a target (its proto
-`GpuTargetConfigProto`). To support another GPU, add its file.
+Each GPU has one .txtpb file: XLA's description of the GPU, as text of the protobuf message
+`GpuTargetConfigProto`. To support another GPU, add its file.
 """
 
 import re
@@ -36,7 +36,7 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """The architecture's name for ptxas, with architecture-specific instructions: "sm_90a"."""
+        """The architecture for ptxas, like "sm_90a". An "a" adds its specific instructions."""
         return f"sm_{self._number('major')}{self._number('minor')}a"
 
     def _number(self, field: str) -> int:

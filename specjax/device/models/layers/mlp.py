@@ -128,7 +128,7 @@ def mlp_specs(
 
     `prefix` is the layer's name in checkpoints, `dim` is the hidden size, and `inner` is the width
     between the projections. `is_merged` says whether the checkpoint stores gate and up in one
-    tensor. `name` is the name of the inner axis, which may be divided over devices (see
+    tensor. `name` is the name of the inner axis, which can be divided over devices (see
     `TensorSpec.cuts`).
     """
     inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]

@@ -81,8 +81,8 @@ def moe(
     The sum is over the chosen experts e, and w_e are the router's weights. The gate g is
     sigmoid(shared_gate x), or 1 if the mixture has no shared gate.
 
-    `is_padding` bool[N] marks padding rows, whose results are meaningless. They go to the experts
-    of row 0, so that no expert's weights are read only for padding.
+    `is_padding` bool[N] marks padding rows, whose results are meaningless. Padding rows go to the
+    experts of row 0, so that no expert's weights are read only for padding.
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
@@ -145,15 +145,18 @@ def moe_specs(
 ) -> MoE:
     """Return the weights of a mixture as `TensorSpec`s.
 
-    `prefix` is the mixture's name in checkpoints, and `names` are the checkpoint's tensor names. If
-    they include `experts.gate_up_proj` or `experts.down_proj`, each of these tensors holds all
-    experts. Otherwise, each expert has separate tensors.
+    `prefix` is the mixture's name in checkpoints. `names` are the checkpoint's tensor names, or a
+    map from names to shapes. There are two layouts:
 
-    A tensor of all experts is usually [E, out, in]. It is [E, in, out] if `names` maps names to
-    shapes and the shapes say so.
+        fused      `experts.gate_up_proj` and `experts.down_proj` hold the weights of all experts.
+                   One of these names is enough to choose this layout; both tensors are then loaded
+        separate   each expert has separate tensors
+
+    Fused tensors are [E, out, in], where E is `mixture.num_held`. They are read as [E, in, out]
+    only if `names` has their shapes, and both shapes are [E, in, out].
 
     Raises:
-        CheckpointError: both layouts are present.
+        CheckpointError: `names` has tensors of both layouts.
     """
     num_experts, inner = mixture.num_held, mixture.intermediate_size
     shared = mixture.shared_intermediate_size

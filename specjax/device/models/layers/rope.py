@@ -32,8 +32,8 @@ class Rope:
         "linear"     all frequencies are divided by `factor`
         "llama3"     low frequencies are divided by `factor`, and high frequencies are kept. For
                      frequencies between these, the result is a weighted mean of the divided and
-                     the original frequency. The weight is linear in the frequency (Llama 3.1)
-        "yarn"       as "llama3", but the weight is linear in the frequency's index (Peng et al.
+                     the original frequency. The weights are linear in the frequency (Llama 3.1)
+        "yarn"       as "llama3", but the weights are linear in the frequency's index (Peng et al.
                      2023, section 3.2)
     """
 
@@ -83,7 +83,11 @@ class Rope:
         return (1 + self.query_beta * jnp.log1p(lengths))[:, None, None]
 
     def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
-        """Return a weight per frequency: 1 to keep the frequency, 0 to divide it by `factor`."""
+        """Return a weight from 0 to 1 for each frequency, f32[head_dim / 2].
+
+        A frequency with weight 1 is kept, and a frequency with weight 0 is divided by `factor`.
+        Between low and high frequencies, weights rise linearly with the frequency.
+        """
         wavelength = 2 * math.pi / freq
         ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
             self.high_freq_factor - self.low_freq_factor
@@ -91,7 +95,11 @@ class Rope:
         return np.clip(ramp, 0.0, 1.0)
 
     def _yarn_kept(self) -> np.ndarray:
-        """Return a weight per frequency: 1 to keep the frequency, 0 to divide it by `factor`."""
+        """Return a weight from 0 to 1 for each frequency, f32[head_dim / 2].
+
+        A frequency with weight 1 is kept, and a frequency with weight 0 is divided by `factor`.
+        Between high and low frequencies, weights fall linearly with the frequency's index.
+        """
 
         def index(rotations: float) -> float:
             """Return the fractional index of the frequency with this number of rotations.

@@ -35,7 +35,7 @@ class Rows(Protocol):
             cache: in serving, the arrays of `kind`. In training, some classes of rows keep values
                 in it between calls; other classes do not use it.
             layer: i32[], the layer's index within its kind.
-            inputs: the layer's projections of the rows, as `kind` expects them.
+            inputs: the projected rows and shared weights that `kind` needs; see `RowInputs`.
 
         Returns:
             The output [N, H, D_h], and the cache. Classes that store rows in the cache add these
