@@ -4,4 +4,4 @@ Each operation has a folder with its equation and argument checks (`__init__.py`
 plain JAX that runs on any device (`reference.py`), and its GPU kernels.
 """
 
-KERNELS = ("auto", "reference", "triton", "mosaic", "interpret")  # see `dispatch`
+KERNELS = ("auto", "reference", "triton", "interpret")  # see `dispatch`

@@ -1,14 +1,16 @@
 """Chooses the implementation of an operation.
 
-The argument `kernels` names the implementation. "reference" is plain JAX. "triton" and "mosaic" are
-kernels for NVIDIA GPUs. "interpret" runs the Triton kernels on any device, slowly, for tests.
-"auto" is the operation's first kernel that the GPU can run, or the reference if there is none.
+The argument `kernels` names the implementation. "reference" is plain JAX. "triton" is a kernel for
+NVIDIA GPUs. "interpret" runs the Triton kernels on any device, slowly, for tests. "auto" is the
+operation's first kernel that the GPU can run and that supports the arguments, or the reference.
+An operation may have kernels of the kind "mosaic"; only "auto" chooses them.
 """
 
 import logging
 import warnings
 from collections.abc import Callable, Mapping
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -29,46 +31,44 @@ class UnsupportedError(ValueError):
 def run(
     op: str, kernels: str, implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs
 ) -> Any:
-    """Run the implementation of the operation `op` that `kernels` names, and return its result.
+    """Run one implementation of the operation `op`, chosen by `kernels`; return its result.
 
-    `implementations` maps names to functions, which are called with `args` and `kwargs`. One name
-    is "reference". With "auto", the reference runs if the chosen kernel does not support the
-    arguments; this is logged once. If `kernels` names a kernel that the device cannot run, the
+    `implementations` maps names to functions, which are called with `args` and `kwargs`; the best
+    comes first, and "reference" last. With "auto", a kernel that does not support the arguments is
+    skipped; this is logged once. If `kernels` names a kernel that the device cannot run, the
     reference runs, and one warning is issued.
 
     Raises:
         ValueError: `kernels` is unknown or `op` has no such implementation.
         UnsupportedError: the named kernel does not support the arguments.
     """
-    reference = implementations["reference"]
-    name = choose(op, kernels, tuple(implementations))
-    if name == "interpret":
+    names = choose(op, kernels, tuple(implementations))
+    for name, other in pairwise(names):
+        try:
+            return implementations[name](*args, **kwargs)
+        except UnsupportedError as error:
+            shown = "plain JAX" if other == "reference" else f"{other} kernel"
+            _log_once(f"{op} runs as {shown}: {error}")
+    if (last := names[-1]) == "interpret":
         return implementations["triton"](*args, **kwargs, interpret=True)
-    try:
-        return implementations[name](*args, **kwargs)
-    except UnsupportedError as error:
-        if kernels != "auto":
-            raise
-        _log_once(f"{op} runs as plain JAX: {error}")
-        return reference(*args, **kwargs)
+    return implementations[last](*args, **kwargs)
 
 
-def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
-    """Return the name of the implementation of `op` to run.
+def choose(op: str, kernels: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the implementations of `op` to try, in this order.
 
-    `names` are the names of all implementations of `op`, the best first.
+    `names` are the names of all implementations of `op`, the best first and "reference" last. Only
+    for "auto" is there more than one to try, and the last of them is "reference".
 
     Raises:
         ValueError: see `run`.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r} is unknown; choose one of {', '.join(KERNELS)}")
-    accelerated = [name for name in names if name != "reference"]
     if kernels == "auto":
-        able = [name for name in accelerated if why_not(name) is None]
-        return able[0] if able else "reference"
+        return tuple(name for name in names if name == "reference" or why_not(name) is None)
     if kernels == "reference":
-        return kernels
+        return (kernels,)
     needed = "triton" if kernels == "interpret" else kernels
     if needed not in names:
         raise ValueError(
@@ -77,8 +77,8 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
         )
     if kernels != "interpret" and (reason := why_not(kernels)):
         _warn_once(f"kernels={kernels!r}: {reason}; plain JAX runs instead")
-        return "reference"
-    return kernels
+        return ("reference",)
+    return (kernels,)
 
 
 def why_not(name: str) -> str | None:

@@ -128,6 +128,7 @@ def check(
     """Check a drafter on texts that the target wrote.
 
     Args:
+        k: the number of drafts at each place.
         mask_ids: token ids. If the drafter has a mask token, each id is tried as the mask token.
         vocabularies: draft vocabularies to try. A key names the source of a vocabulary. The value
             i32[V_d] holds the target's token id of each of the drafter's V_d tokens.
@@ -154,7 +155,7 @@ def measure(
     """
     pairs = [(text, starts) for text in texts if (starts := _places(text, k)) is not None]
     if not pairs:
-        raise ValueError(f"no answer is longer than {k + 1} tokens, so there is nothing to check")
+        raise ValueError(f"no answer has {k + 1} tokens or more, so there is nothing to check")
     longest = max(len(text.tokens) for text, _ in pairs)
     length = -(-(longest + k + 1) // LENGTHS) * LENGTHS
     layers = tuple(sorted({layer for trial in trials for layer in trial.layers}))

@@ -57,11 +57,8 @@ class CpuTime:
     def since(cls, start: Moment) -> "CpuTime":
         """Return the time from `start` until now."""
         now = Moment.now()
-        differences = [
-            (ran - start.threads.get(name, (0, 0))[0], waited - start.threads.get(name, (0, 0))[1])
-            for name, (ran, waited) in now.threads.items()
-        ]
-        ran, waited = (sum(values) for values in zip(*differences, strict=True))
+        spans = [(start.threads.get(name, (0, 0)), end) for name, end in now.threads.items()]
+        ran, waited = (sum(end[i] - begin[i] for begin, end in spans) for i in (0, 1))
         return cls(now.time - start.time, ran, waited)
 
 

@@ -55,7 +55,7 @@ def test_a_draft_model_that_is_the_target_is_always_right():
         assert not found.faults
         assert found.reference.rates == pytest.approx([1, 1, 1] if is_greedy else [1, 0, 0])
         assert found.reference.is_counted.all() == is_greedy
-    with pytest.raises(ValueError, match="no answer is longer than 4"):
+    with pytest.raises(ValueError, match="no answer has 4 tokens or more"):
         check(target, both, drafter, [Text(drawn, 22)], K)
 
 

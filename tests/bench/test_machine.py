@@ -89,3 +89,8 @@ def test_a_span_counts_what_threads_did_in_it():
     span = CpuTime.since(start)
     assert span.ran >= 0.045 and span.waited >= 0
     assert span.seconds >= 0.05 and CpuTime.since(Moment.now()).ran < span.ran
+
+
+def test_times_of_a_system_without_them_are_unknown(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "_THREADS", tmp_path)
+    assert cpu_share([CpuTime.since(Moment.now())], num_cpus=2) is None
