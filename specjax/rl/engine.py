@@ -321,6 +321,7 @@ class RolloutEngine:
     def resume(self) -> None:
         """Continue generating after `pause`. If the engine is asleep, raise a RuntimeError."""
         with self._turns:
+            self._loop.check_open()
             if self._loop.is_stopped(ASLEEP):
                 raise RuntimeError("the engine is asleep; call wake_up")
             self._loop.go(PAUSED)
@@ -370,6 +371,7 @@ class RolloutEngine:
     def checksum(self) -> str:
         """Return a checksum of the target's weights. Equal weights have equal checksums."""
         with self._turns:
+            self._loop.check_open()
             return checksum(self._engine.params.target)
 
     def metrics(self) -> Metrics:

@@ -150,8 +150,8 @@ class WorkerPool:
         """
         placed = self.place(weights)
         own = None if drafter is None else self.place(drafter)
-        version = self.state.version + 1 if version is None else version
         with self._replacing:  # a worker that is replaced meanwhile would get the old weights
+            version = self.state.version + 1 if version is None else version
             update, drafter_version = self.update(
                 "update_weights", placed, version, drafter=own, **options
             )

@@ -191,6 +191,8 @@ def test_closed(build):
         lambda: engine.score([([1], [2])]),
         lambda: engine.sleep(),
         lambda: engine.abort(),
+        engine.resume,
+        engine.checksum,
         lambda: engine.params,
         lambda: engine.update_weights({}),
     ):
