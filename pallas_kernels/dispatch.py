@@ -39,7 +39,8 @@ def run(
     reference runs, and one warning is issued.
 
     Raises:
-        ValueError: `kernels` is unknown or `op` has no such implementation.
+        ValueError: `kernels` is unknown, `op` has no such implementation, or the environment names
+            an unusable backend (see `triton_call.backend`).
         UnsupportedError: the named kernel does not support the arguments.
     """
     names = choose(op, kernels, tuple(implementations))
@@ -57,8 +58,8 @@ def run(
 def choose(op: str, kernels: str, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of the implementations of `op` to try, in this order.
 
-    `names` are the names of all implementations of `op`, the best first and "reference" last. Only
-    for "auto" is there more than one to try, and the last of them is "reference".
+    `names` are the names of all implementations of `op`, the best first and "reference" last. For
+    "auto", the result ends with "reference". Otherwise, the result has only one name.
 
     Raises:
         ValueError: see `run`.
@@ -99,7 +100,12 @@ def why_not(name: str) -> str | None:
 
 
 def has_backend(name: str) -> bool:
-    """Return whether the installed jax can compile kernels of the kind `name`."""
+    """Return whether the installed packages can compile kernels of the kind `name`.
+
+    Raises:
+        ValueError: for "triton", if the environment names an unusable backend (see
+            `triton_call.backend`).
+    """
     if name == "triton":
         return backend() is not None
     try:

@@ -267,10 +267,11 @@ def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _widened(x: jax.Array, shift: int, code: str, constants: Mapping[str, int]) -> jax.Array:
-    """Shift bytes to the right by `shift` bits, and convert them to bf16 numbers, four at a time.
+    """Shift words of four bytes to the right by `shift` bits, and convert the bytes to bf16.
 
-    `code` is assembly that converts two bytes, which are the low bytes of both halves of the
-    register `a`. The assembly can use registers whose names and values are in `constants`.
+    `code` is assembly that converts two bytes. The register `a` has one byte in each of its two
+    16-bit halves, in the low bits. If `shift` is not 0, a byte's high bits come from the next byte.
+    `constants` has the names and values of the registers that the assembly can read.
     """
     sets = "\n".join(f"mov.b32 {name}, {value:#x};" for name, value in constants.items())
     (found,) = plt.elementwise_inline_asm(

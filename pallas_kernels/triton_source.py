@@ -98,7 +98,7 @@ def triton_source(
 
 
 def launch_grid(grid: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid to launch: `grid`, or if `grid` is too wide, one axis with all programs."""
+    """Return `grid`, or one axis with all programs if an axis after the first is too long."""
     return tuple(grid) if max(grid[1:], default=0) <= MAX_PROGRAMS else (math.prod(grid),)
 
 
@@ -179,7 +179,7 @@ class _Writer:
     def block(
         self, jaxpr: Any, arguments: Sequence[str], results: Sequence[str], skip: int
     ) -> None:
-        """Write a block; drop its first `skip` outputs, and assign the others to `results`."""
+        """Write `jaxpr`, indented; assign its outputs after the first `skip` to `results`."""
         self.depth += 1
         made = self.translate(jaxpr, arguments)[skip:]
         self.line(f"{', '.join(results)} = {', '.join(made)}" if results else "pass")
@@ -209,7 +209,10 @@ class _Writer:
     def broadcast(
         self, name: str, old: Sequence[int], new: Sequence[int], at: Sequence[int]
     ) -> str:
-        """Return the value `name`, broadcast from `old` to `new`; axis i of `old` is axis at[i]."""
+        """Return the value `name` with the shape `old`, broadcast to the shape `new`.
+
+        Axis i of `old` becomes axis at[i] of `new`.
+        """
         added = [i for i in range(len(new)) if i not in at]
         if old and added:
             name = self.assign(f"tl.expand_dims({name}, {added})")
@@ -217,7 +220,10 @@ class _Writer:
         return name if old and sizes == list(new) else f"tl.broadcast_to({name}, {list(new)})"
 
     def pointer(self, ref: str, array: Any, transforms: Sequence[Any]) -> str:
-        """Return pointers to the elements that an index selects in a ref to `array`."""
+        """Return pointers to the elements that an index selects in a ref to `array`.
+
+        Raises NotImplementedError for an index with both arrays and slices.
+        """
         indices = transforms[0].indices if transforms else [_Slice(0, n, 1) for n in array.shape]
         shape = transforms[0].int_indexer_shape if transforms else ()
         slices = [index for index in indices if hasattr(index, "stride")]
@@ -338,7 +344,13 @@ def _barrier(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 
 def _cond(writer: _Writer, eqn: Any, index: str, *given: str) -> list[str]:
-    """Write two branches that assign their results to the same names."""
+    """Write an if statement; return the names of its results.
+
+    Both branches assign to these names. An else branch that would be empty is left out.
+
+    Raises:
+        NotImplementedError: there are not exactly two branches.
+    """
     if len(eqn.params["branches"]) != 2:
         raise NotImplementedError("a choice between more than two branches has no translation")
     results = [writer.new_name() for _ in eqn.outvars]
@@ -352,7 +364,13 @@ def _cond(writer: _Writer, eqn: Any, index: str, *given: str) -> list[str]:
 
 
 def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a `fori_loop` whose carry is the index, the end, and the body's results."""
+    """Write a `fori_loop` that was traced to a while loop; return the names of its final carry.
+
+    The carry is the index, the end, and the body's results.
+
+    Raises:
+        NotImplementedError: the loop is not a `fori_loop`.
+    """
     cond, body = (_opened(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
     num_consts = eqn.params["body_nconsts"]
     first, end = body.invars[num_consts : num_consts + 2]
@@ -373,7 +391,13 @@ def _while(writer: _Writer, eqn: Any, *given: str) -> list[str]:
 
 
 def _scan(writer: _Writer, eqn: Any, *given: str) -> list[str]:
-    """Write a `fori_loop` of known length, whose carry is the index and the body's results."""
+    """Write a `fori_loop` that was traced to a scan; return the names of its final carry.
+
+    The carry is the index and the body's results.
+
+    Raises:
+        NotImplementedError: the scan is not a `fori_loop`.
+    """
     length, body = eqn.params["length"], _opened(eqn.params["jaxpr"])
     num_consts = len(given) - len(eqn.outvars)
     first = body.invars[num_consts]

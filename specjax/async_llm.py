@@ -98,7 +98,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
 
         Raises:
             ValueError: the prompt, a parameter or the id is invalid.
-            RuntimeError: the AsyncLLM is closed.
+            RuntimeError: the AsyncLLM is closed or asleep.
         """
         return self._grow(prompt, sampling_params, request_id, priority, None)
 
@@ -118,6 +118,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
 
         Raises:
             ValueError: as for `generate_stream`, or the parameters ask for several samples.
+            RuntimeError: as for `generate_stream`.
         """
         return self._grow(prompt, sampling_params, request_id, priority, None, before)
 
@@ -161,7 +162,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         request_ids: Sequence[Hashable],
         priority: int = 0,
     ) -> AsyncIterator[list[AsyncIterator[RequestOutput]]]:
-        """Queue prompts together, and yield the stream of each. If one is refused, queue none.
+        """Queue all prompts, and yield a stream for each. If any prompt is invalid, queue none.
 
         Use this in an `async with` statement, whose end aborts unfinished requests. The streams are
         as in `generate_stream`. `max_num_requests` has no effect.
@@ -171,7 +172,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
 
         Raises:
             ValueError: a prompt, a parameter or an id is invalid.
-            RuntimeError: the AsyncLLM is closed, or asleep.
+            RuntimeError: the AsyncLLM is closed or asleep.
         """
         self._check_open()
         loop, kind = asyncio.get_running_loop(), sampling_params.output_kind
@@ -205,12 +206,12 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         lora_request: None = None,
         priority: int = 0,
     ) -> Generation:
-        """Continue a prompt: `async for` yields growing outputs, `await` returns the last output.
+        """Continue a prompt. `async for` yields its outputs, and `await` returns the whole output.
 
-        `generate_stream` explains the other arguments.
+        The arguments are as for `generate_stream`. lora_request must be None.
 
         Raises:
-            ValueError: a lora_request is given; other errors are raised when iterating or awaiting.
+            ValueError: a lora_request is given. Iterating or awaiting raises all other errors.
         """
         refuse_lora(lora_request)
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
@@ -223,7 +224,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
-        """Return the engine's counters, for example of tokens, since it was built."""
+        """Return the engine's metrics, such as the number of tokens since the engine was built."""
         self._check_open()
         return self._llm.metrics()
 
@@ -237,7 +238,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
 
     @property
     def config(self) -> EngineConfig:
-        """The sizes of the engine, or of each replica if there are several."""
+        """The sizes and modes of the engine, or of a single replica if there are several."""
         return self._llm.engine.config
 
     @property
@@ -255,10 +256,10 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
         return self._thread.is_alive() and not self._is_closing
 
     async def compile_grammar(self, outputs: StructuredOutputs) -> None:
-        """Compile a grammar outside the engine's thread, so that no request waits for it.
+        """Compile the grammar of `outputs` outside the engine's thread, so that no request waits.
 
         Raises:
-            ValueError: no grammar can be made of `outputs`; the message says why.
+            ValueError: `outputs` gives no valid grammar, or the checkpoint has no tokenizer.
         """
         if (grammars := self._llm.request_maker.grammars) is None:
             raise ValueError("structured_outputs need a checkpoint with a tokenizer")
@@ -378,7 +379,10 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
                 self._advance(engine.step)
 
     def _advance(self, move: Callable[[], list[Sample]]) -> None:
-        """Call `move`, for example `Engine.step`, and deliver the samples that it returns."""
+        """Call `move`, for example `Engine.step`, and deliver the samples that `move` returns.
+
+        If `move` fails, reset the engine, and fail all unfinished requests.
+        """
         try:
             touched = move()
         except Exception as error:  # the device failed, all running requests are lost
@@ -422,7 +426,7 @@ class AsyncLLM(AsyncCorpusMethods, Refusing):
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Deliver the new outputs of requests to their callers, in one call for each event loop."""
+        """Deliver the new outputs of requests. An event loop gets all its outputs in one call."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[OutputStream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)

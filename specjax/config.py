@@ -51,7 +51,7 @@ class SpeculativeConfig:
             corpora).
         model: the drafter's checkpoint, a folder or hub id; None for "ngram" and "suffix", and if
             "mtp" comes with the target's checkpoint.
-        sources: further sources of drafts: () or ["suffix"]. A mapping can also call it "with".
+        sources: further sources of drafts: () or ["suffix"]. In a mapping, the key may be "with".
             In a step, a request uses the source from which most accepted drafts are expected.
         num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
             varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
@@ -261,10 +261,10 @@ class EngineConfig:
         max_num_scheduled_tokens: maximum number of tokens per step without these extra tokens; None
             for max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
-            max_num_seqs. The largest must hold max_num_seqs.
+            max_num_seqs. The largest size must be at least max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts. The largest must
-            hold max_num_batched_tokens.
+            hold max_num_batched_tokens tokens, or max_num_seqs requests of maximum length.
         page_size: tokens per page of the KV cache.
         num_pages: number of pages for layers without a window, and the maximum for other layers.
         max_window_pages: maximum number of pages per window size; None for as many as are needed.

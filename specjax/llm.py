@@ -63,7 +63,7 @@ class LLM(CorpusMethods, VllmMethods):
             powers of two up to max_num_seqs.
         prefill_shapes: pairs (batch, width) that prefill steps may be compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts.
-        num_pages: pages of the KV cache; None for max_num_seqs full requests, or as many as fit.
+        num_pages: KV cache pages; None for max_num_seqs full requests, fewer if memory is low.
         page_size: tokens per page.
         kv_cache_dtype: dtype of pages, "auto" (`dtype`), "fp8" (e4m3, with the checkpoint's scales
             or 1), or "int8" (with a scale for each token and head).
@@ -75,9 +75,9 @@ class LLM(CorpusMethods, VllmMethods):
         num_snapshots: number of snapshots kept; None for 4 * max_num_seqs, fewer if memory is low.
         async_scheduling: plan and launch a step before reading the previous step's results.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile the programs of all shapes before requests run. Speed and
-            rounding then do not change while serving. By default, only a few shapes are compiled
-            first. Requests are padded to them while others are compiled in the background.
+        compile_ahead: compile the programs of all shapes before requests run. Speed and rounding
+            then do not change while serving. By default, requests are padded to a few compiled
+            shapes, while programs of other shapes are compiled in the background.
         exact: make tokens and logprobs bitwise equal under any schedule. All rounds are
             padded to one shape: at least `max_num_seqs` requests, with 8 or more tokens each.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
@@ -135,8 +135,7 @@ class LLM(CorpusMethods, VllmMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt. Outputs come in the order of the prompts.
 
-        A request that fails, for example because of its grammar, ends with finish_reason "error".
-        The other requests continue.
+        A request that fails ends with finish_reason "error". All other requests continue.
 
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
@@ -151,6 +150,7 @@ class LLM(CorpusMethods, VllmMethods):
 
         Raises:
             ValueError: a prompt or parameter cannot be served; raised before generation starts.
+            RuntimeError: the LLM is closed or asleep.
         """
         refuse_lora(lora_request)
         requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
@@ -176,11 +176,10 @@ class LLM(CorpusMethods, VllmMethods):
         `SamplingParams.output_kind` sets what an output contains, by default everything so far. The
         last output of a request is `finished`. Requests start when the iteration starts; leaving it
         aborts unfinished requests. Between two outputs, the LLM may be used for other calls.
-
-        With `use_tqdm`, progress is logged every ten seconds: printed outputs would break a bar.
+        `use_tqdm` logs progress every ten seconds, because printed outputs would break a bar.
 
         Raises:
-            ValueError: as for `generate`; raised by the call itself.
+            ValueError, RuntimeError: as for `generate`; raised by the call itself.
         """
         requests = self._requests(prompts, sampling_params, priority)
         return self._stream(requests, is_told=use_tqdm)
@@ -222,19 +221,22 @@ class LLM(CorpusMethods, VllmMethods):
 
         Args:
             messages: each message's content is a text, or a list of {"type": "text", "text": ...}.
+            sampling_params, use_tqdm, lora_request: as for `generate`.
             chat_template: a Jinja template, or the name of a template in the checkpoint.
-            chat_template_content_format: "openai" passes contents to the template as lists of
-                parts; "string" and "auto" join the parts of a list to a text, with line breaks.
+            chat_template_content_format: "openai" passes contents as lists of parts, except in tool
+                messages. "string" and "auto" join the parts of a list to a text, with line breaks.
             add_generation_prompt: whether the prompt ends with the start of the assistant's turn.
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the model may call, as JSON schemas.
-            chat_template_kwargs: further variables of the template, like enable_thinking.
+            chat_template_kwargs: variables passed to the template, like enable_thinking.
             options: tool_choice, parallel_tool_calls, reasoning_effort and response_template (see
-                `ChatOptions`), and further arguments of `generate`.
+                `ChatOptions`); priority and tokenization_kwargs, as for `generate`.
 
         Raises:
-            ValueError: messages cannot be rendered, or as for `generate`.
+            ValueError: as for `generate`; there is no tokenizer; messages, an option or a tool are
+                malformed or contradictory; or the model's format of tool calls is unknown.
             CheckpointError: there is no chat template.
+            RuntimeError: the LLM is closed or asleep.
         """
         self._check_open()
         chosen, options = ChatOptions.split({"tools": tools, **options})
@@ -280,7 +282,7 @@ class LLM(CorpusMethods, VllmMethods):
 
         Raises:
             ValueError: an unfinished request has the same id.
-            RuntimeError: the LLM is asleep.
+            RuntimeError: the LLM is closed or asleep.
         """
         with self._lock:
             self._check_awake()
@@ -288,7 +290,7 @@ class LLM(CorpusMethods, VllmMethods):
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
-        """Return the engine's counters, for example of tokens, since it was built."""
+        """Return the engine's metrics, such as the number of tokens since the engine was built."""
         with self._lock:
             self._check_open()
             return self.engine.metrics()

@@ -49,8 +49,9 @@ class StructuredOutputs:
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
         json_object: True for any JSON object; equivalent to the schema {"type": "object"}.
         structural_tag: a mapping or JSON text with a list of "triggers" (texts) and a list of
-            "structures". The output may be any text. But a trigger in it must be the beginning of
-            a structure: a "begin" text, JSON of a "schema", and an "end" text.
+            "structures". A structure is a "begin" text that starts with a trigger, JSON that fits
+            a "schema", and an "end" text. The output may be any text. But if it contains a trigger,
+            a whole structure must begin there.
     """
 
     json: Mapping[str, Any] | str | None = None

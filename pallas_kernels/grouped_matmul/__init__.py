@@ -56,7 +56,7 @@ def check_rows(
     sources: jax.Array | None,
     targets: jax.Array | None,
 ) -> None:
-    """Raise a ValueError unless the arguments fit, as `grouped_matmul` describes them."""
+    """Raise a ValueError if `group_sizes`, `sources` or `targets` has a wrong shape."""
     if group_sizes.shape != (num_groups,):
         raise ValueError(f"group_sizes must be [G={num_groups}]; got {group_sizes.shape}")
     num_rows = x.shape[0] if sources is None else sources.size

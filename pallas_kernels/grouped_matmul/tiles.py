@@ -32,9 +32,9 @@ class GroupedMatmulTuning:
 
 
 class Tile(NamedTuple):
-    """The place of a program's tile in the result.
+    """The rows and columns of the result that a program computes.
 
-    Some rows and columns of the tile may lie past the end of the result.
+    Some of these rows and columns can lie past the end of the result.
     """
 
     group: jax.Array  # i32[]
@@ -123,7 +123,10 @@ def multiply_tiles(
 
 
 def max_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of blocks for `num_rows` > 0 rows. No block spans two groups."""
+    """Return the maximum number of blocks of rows, for `num_rows` > 0 rows in `num_groups` groups.
+
+    A block has up to `block_rows` rows of one group.
+    """
     max_used = min(num_rows, num_groups)
     return max_used + (num_rows - max_used) // block_rows
 

@@ -22,7 +22,7 @@ def grouped_packed_matmul_reference(
 ) -> jax.Array:
     """See `grouped_packed_matmul`.
 
-    Matrices are unpacked one at a time, and only if they have rows.
+    Matrices are unpacked one at a time. The matrix of a group without rows is not unpacked.
     """
 
     def multiply(rows: jax.Array, group: jax.Array) -> jax.Array:

@@ -63,8 +63,8 @@ def grouped_packed_matmul_triton(
     """See `grouped_packed_matmul`.
 
     Raises:
-        UnsupportedError: the dtype of x or the size of a group is not supported, or there are too
-            many groups.
+        UnsupportedError: the dtype of x or the number of inputs per scale is not supported, there
+            are too many groups of rows, or `values` has between 2^31 and 2^32 bytes.
     """
     num_groups, num_columns, _ = values.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]

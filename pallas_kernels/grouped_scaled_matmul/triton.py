@@ -79,7 +79,8 @@ def grouped_scaled_matmul_triton(
     """See `grouped_scaled_matmul`.
 
     Raises:
-        UnsupportedError: a dtype or the block size is not supported, or there are too many groups.
+        UnsupportedError: a dtype or the block size is not supported, there are too many groups, or
+            `values` has between 2^31 and 2^32 numbers.
     """
     num_groups, num_columns, depth = values.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]

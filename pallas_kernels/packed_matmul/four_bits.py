@@ -27,7 +27,7 @@ class FourBits(NamedTuple):
         return -(-depth // self.group)
 
     def width(self, depth: int) -> int:
-        """Return the number of bytes that hold the numbers of `depth` inputs."""
+        """Return the number of bytes, with padding, that hold one output's `depth` codes."""
         return -(-depth // (2 * self.half)) * self.half
 
     def pack(self, codes: Any, xp: Any = jnp) -> Any:

@@ -36,7 +36,7 @@ def unpacked(
     depth: int,
     dtype: Any,
 ) -> jax.Array:
-    """Return the matrices [..., O, depth] in `dtype`, computed in f32."""
+    """Return the dequantised matrices [..., O, depth] in `dtype`, computed in f32."""
 
     def by_input(x: jax.Array) -> jax.Array:
         wide = jnp.repeat(x.astype(jnp.float32), form.group, axis=-2)

@@ -48,7 +48,7 @@ def multiply_packed(
     starts = (0,) if form.group % (2 * half) == 0 else (0, half)
 
     def of_groups(ref, run, other):
-        """Return the scales or zeros in `ref` of a run's groups; `other` past the last group."""
+        """Return a run's scales or zero points, an array per group; `other` past the last group."""
         found = []
         for start in starts:
             at = jax.lax.div((first_run + run) * 2 * half + start, jnp.int32(form.group))

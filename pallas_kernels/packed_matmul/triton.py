@@ -67,8 +67,8 @@ def packed_matmul_triton(
     """See `packed_matmul`.
 
     Raises:
-        UnsupportedError: the dtype of x or the size of a group is not supported, or the matrix is
-            too large.
+        UnsupportedError: the dtype of x or the number of inputs per scale is not supported, or the
+            matrix is too large.
     """
     num_rows, depth = x.shape
     num_columns, dtype = len(values) - first, dtype or x.dtype

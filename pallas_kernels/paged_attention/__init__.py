@@ -120,8 +120,8 @@ def paged_attention_part(
     """Return the attention over one part of a context, and the log-sum-exp of each row's scores.
 
     The output is f32[B, T, H, D], and the log-sum-exp f32[B, T, H]. The average of all parts'
-    outputs, weighted by exp(log-sum-exp), is the output over the whole context. This is fast only
-    for many rows, because the part's tokens are not divided among programs.
+    outputs, weighted by exp(log-sum-exp), is the output over the whole context. The kernel
+    is fast only for many rows, because it does not divide the part's tokens among programs.
 
     The arguments are as in `paged_attention`, but positions count from the start of the part. A row
     before the part attends to nothing, so its log-sum-exp is -inf. A row past the part's end

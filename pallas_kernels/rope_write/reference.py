@@ -97,7 +97,10 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def pages_of(pool: jax.Array, page_table: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the page of each position i32[B, T], or the number of pages if there is no page."""
+    """Return the page of each position i32[B, T].
+
+    For a position without an assigned page, return the pool's number of pages.
+    """
     num_pages, page_size = pool.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)

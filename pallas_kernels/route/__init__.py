@@ -33,8 +33,8 @@ def route(
 ) -> Routes:
     """Return the routes of all rows; scores are f32.
 
-    The kernel is a single program. The reference runs, regardless of `kernels`, if there are many
-    rows, or if the rule excludes groups of experts.
+    The kernel is a single program. The reference runs, regardless of `kernels`, if the arguments
+    are too large for the kernel, or if the rule excludes groups of experts (see `triton.fits`).
 
     Args:
         logits: [N, E].

@@ -7,7 +7,7 @@ integers, called keys. To choose an expert, the kernel finds the maximum key of 
 the i-th maximum by `LOWEST` + i, which is below the keys of all scores. So the expert is not chosen
 twice, and its rank is known.
 
-A row chooses an expert at most once. So the place of a row among the rows of an expert is the
+A row chooses an expert at most once. So the index of a row among the rows of an expert is the
 number of earlier rows that chose this expert, and no sort is needed.
 """
 
@@ -52,8 +52,8 @@ def route_triton(
     """See `route`. All indices of experts are valid, even if logits are infinite or NaN.
 
     Raises:
-        UnsupportedError: the rule has groups, the dtype is not in DTYPES, or there are too many
-            logits or chosen experts.
+        UnsupportedError: the rule excludes groups, the dtype is not in DTYPES, N is 0, or there
+            are too many logits, experts or chosen experts.
     """
     num_rows, num_experts = logits.shape
     if logits.dtype not in DTYPES:
@@ -185,8 +185,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 def _sortable(x: jax.Array) -> jax.Array:
     """Map floats x f32 to keys i32 that have the same order.
 
-    All these keys are above the keys that mark chosen experts. This holds even if other values
-    replace the low 16 bits of a key.
+    Every key is above the keys that mark chosen experts, even if its low 16 bits are replaced.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)

@@ -16,9 +16,9 @@ from pallas_kernels.truncation.order import ordered
 
 
 class RowCandidates(NamedTuple):
-    """The logits of a row that truncation may keep, in arrays with `room` places for each tile.
+    """The logits of a row that truncation may keep. The arrays have `room` entries for each tile.
 
-    The i-th candidate of tile t is at place t * `room` + i.
+    The i-th candidate of tile t is at index t * `room` + i.
     """
 
     logits: Any
@@ -35,11 +35,11 @@ class RowCandidates(NamedTuple):
         return jnp.sum(counts), jnp.max(counts) <= self.room
 
     def places(self, lane: jax.Array, *, unrolls: bool) -> tuple[jax.Array, jax.Array]:
-        """Return the places of some candidates in `logits`, and whether each candidate exists.
+        """Return the indices of some candidates in `logits`, and whether each candidate exists.
 
         Args:
-            lane: numbers of candidates; a row's candidates are numbered tile by tile.
-            unrolls: whether to load the counts of all tiles at once, which takes registers.
+            lane: the numbers of these candidates. A row's candidates are numbered tile by tile.
+            unrolls: whether to load the counts of all tiles at once, which takes more registers.
         """
 
         def pass_tile(carry, tile):
@@ -57,11 +57,11 @@ class RowCandidates(NamedTuple):
         return at, lane < end
 
     def read(self, at: jax.Array, is_there: jax.Array) -> jax.Array:
-        """Return the candidates at the places `at`, or -inf where `is_there` is false."""
+        """Return the candidates at the indices `at`, or -inf where `is_there` is false."""
         return load(self.logits.at[self.row, at], mask=is_there, other=-jnp.inf)
 
     def exclude(self, at: jax.Array, is_there: jax.Array, least: jax.Array, out: Any) -> None:
-        """Write -inf to `out` for candidates at the places `at` whose keys are below `least`."""
+        """Write -inf to `out` for candidates at the indices `at` whose keys are below `least`."""
         x = load(self.logits.at[self.row, at], mask=is_there, other=jnp.inf)
         # In interpret mode masked lanes store the old value; they point past the end of the row.
         token = load(self.tokens.at[self.row, at], mask=is_there, other=out.shape[1])

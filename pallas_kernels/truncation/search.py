@@ -22,9 +22,9 @@ def highest_key(
 ) -> jax.Array:
     """Return the highest threshold that keeps keys with a total weight of at least `wanted`.
 
-    Only the `num_bits` leading bits of the threshold are found; all others are zero. `known` is a
-    pair: a key with the leading bits that are already known, and the number of these bits. It is
-    None if no bits are known.
+    Only the `num_bits` leading bits of the threshold are found; the lower bits are zero. `known` is
+    a key with the leading bits that are already known, paired with the number of these bits.
+    `known` is None if no bits are known.
 
     If all weights sum to less than `wanted`, or if `is_asked` is false, the result is the known
     key, or 0 if no bits are known.

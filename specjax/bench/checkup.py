@@ -54,7 +54,7 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and the target's hidden states that the drafter reads."""
+    """A drafter with its parameters, and the layers whose hidden states the drafter reads."""
 
     name: str
     drafter: Drafter
@@ -73,13 +73,16 @@ class Tally(NamedTuple):
 
     @property
     def rates(self) -> list[float]:
-        """The fraction of accepted drafts for each of the K draft positions."""
+        """For each of the K draft positions, the fraction of places that accept the draft.
+
+        A place counts only if the text up to the draft is the target's choice.
+        """
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 
     @property
     def length(self) -> float:
-        """The acceptance length: the mean number of accepted drafts per step, plus 1."""
+        """The acceptance length: the expected number of accepted drafts per round, plus 1."""
         return 1 + sum(self.rates)
 
     @property

@@ -89,9 +89,13 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure plain decoding and the configurations in `shown`. All of them take turns.
+        """Measure plain decoding and the configurations in `shown`, which take turns.
 
-        After an interrupt, the figures of completed rounds are kept.
+        The figures of the configurations in `shown` are kept. After an interrupt, these are the
+        figures of the completed rounds.
+
+        Raises:
+            ValueError: no output reached a second token.
         """
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))

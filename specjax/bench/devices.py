@@ -40,7 +40,7 @@ class Devices:
         return self.tensor_parallel_size * self.data_parallel_size
 
     def describe(self, device: str) -> str:
-        """Return the name `device`; for several devices, also their number and these options."""
+        """Return the name `device`. For several devices, put their number and options before it."""
         if self.num_devices == 1:
             return device
         parts = [

@@ -216,8 +216,8 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 def histograms(engine: Engine, before: Metrics) -> dict[str, dict[int, int]]:
     """Return histograms of the rounds since an earlier time. `before` has the metrics of that time.
 
-    "k_histogram" counts each round once, by K. "request_k_histogram" counts a round once per
-    request, by the number of drafts of this request.
+    "k_histogram" has the number of rounds with each K. "request_k_histogram" has, for each number
+    of drafts, how often a request had this number of drafts in a round.
     """
     now = engine.metrics()
     return {

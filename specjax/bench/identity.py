@@ -1,9 +1,9 @@
 """Compares the tokens of two runs, and tells rounding differences from real mismatches.
 
 In float32, the logits of two programs with different shapes differ by up to 4e-5. If the two best
-candidates for a token have very close scores, this can swap them. Two runs can then diverge at that
-token, and their later tokens cannot be compared. Such a difference counts as a near-tie. Any other
-difference is a mismatch.
+candidates for a token have very close scores, rounding can swap them. Two runs can then diverge at
+that token, and their later tokens cannot be compared. Such a difference counts as a near-tie. Any
+other difference is a mismatch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -36,7 +36,7 @@ from specjax.train.context import CausalRows
 class Identity:
     """The result of comparing the outputs of two runs.
 
-    `near_ties` and `mismatches` hold a sentence for each output that differs.
+    For each output that differs, either `near_ties` or `mismatches` has a sentence.
     """
 
     num_outputs: int = 0

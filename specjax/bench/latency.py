@@ -25,7 +25,10 @@ def measure(
 
 
 def figures(batches: Sequence[BatchRun]) -> dict[str, Any]:
-    """Return each batch's seconds and their statistics, with the keys of `vllm bench latency`."""
+    """Return the seconds of each run, and the mean and percentiles of these seconds.
+
+    The keys are as in `vllm bench latency`.
+    """
     latencies = [batch.seconds for batch in batches]
     values = np.percentile(latencies, PERCENTILES).tolist()
     return {

@@ -1,10 +1,10 @@
 """Checks whether the machine was free while measuring.
 
-The checks use the CPU share, the load, and the number of programs on the GPU. Linux counts for each
-thread how long it ran and how long it waited for a processor. The CPU share is the time that
-threads ran, divided by the time that they ran or waited. On an idle machine the share is above 0.8,
-because threads wait only for each other. If another program runs on each core, the share is below
-0.5.
+The checks use the CPU share, the load average, and the number of programs on the GPU. Linux counts
+for each thread how long it ran and how long it waited for a processor. The CPU share is the time
+that threads ran, divided by the time that they ran or waited. On an idle machine the share is above
+0.8, because threads wait only for each other. If another program runs on each core, the share is
+below 0.5.
 """
 
 import os
@@ -79,7 +79,8 @@ class Machine:
     """Signs of other programs on the machine.
 
     Attributes:
-        load: mean number of processes that ran or waited, in the minute before the measurement.
+        load: load average: mean number of processes that ran or waited, in the minute before the
+            measurement.
         num_processors: number of processors of the machine.
         num_cpus: number of processors that this process may use.
         cpu_share: CPU share while measuring (see the function `cpu_share`); None if unknown.
@@ -96,7 +97,7 @@ class Machine:
     def look(cls, load: float, spans: Sequence[CpuTime], *, num_gpus: int) -> "Machine":
         """Check the machine after a measurement.
 
-        `load` is the load that was read before the measurement. `spans` are the CPU times of the
+        `load` is the load average before the measurement. `spans` are the CPU times of the
         measurement's rounds. `num_gpus` is the number of GPUs that the measurement used.
         """
         cpus = num_cpus()
@@ -135,7 +136,7 @@ class Machine:
 
 
 def load_now() -> float:
-    """Return the mean load of the last minute, or 0 if unknown."""
+    """Return the system's load average over the last minute, or 0 if unknown."""
     try:
         return os.getloadavg()[0]
     except OSError:

@@ -73,7 +73,7 @@ class Run:
 
     @property
     def ms_per_token(self) -> float:
-        """Mean milliseconds per output token of a request."""
+        """TPOT without prefill, in milliseconds, averaged over all tokens of all requests."""
         return self.ms_per_step * self.num_request_steps / self.num_tokens
 
 

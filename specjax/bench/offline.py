@@ -87,7 +87,7 @@ class Offline:
 
     @property
     def round_times(self) -> RoundTimes:
-        """The times of all rounds that were recorded."""
+        """The milliseconds of each recorded round of all replicas, by batch size and K."""
         found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         for timed in self.timed:
             for shape, milliseconds in timed.times.items():
@@ -147,7 +147,7 @@ class Offline:
 
 
 def _record(query: Query, output: RequestOutput, begun: float) -> Record:
-    """Return the record of an output. `begun` is the `time.monotonic()` when the batch began."""
+    """Return the `Record` of an output. `begun` is the `time.monotonic()` when the batch began."""
     sample, times = output.outputs[0], output.metrics
     record = Record(
         index=query.index,
@@ -178,8 +178,8 @@ def describe_speculation(
 
     Args:
         source: the method of the drafter; None for plain decoding.
-        drafting: times of rounds during the batches.
-        plain: times of plain steps, if they were measured.
+        drafting: milliseconds of each round during the batches, by batch size and K.
+        plain: milliseconds of each step without drafts; None if they were not measured.
     """
     total, k_histogram = Accepted(), Counter[int]()
     sources = DraftsBySource.total(DraftsBySource.between(one.before, one.after) for one in batches)

@@ -122,10 +122,10 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
     """Return for each i in 1..max_k the estimated fraction of rounds that accept at least i drafts.
 
-    `verdicts` counts rounds by their outcome, once per request. A round with fewer than i drafts
-    does not show whether draft i would be accepted. Therefore the estimate is the product
-    c_1 * ... * c_i. Of the rounds that have a draft j and accept all drafts before it, c_j is the
-    fraction that also accept draft j.
+    `verdicts` counts the outcomes of rounds. Each request in a round has its own outcome, so a
+    round counts once for each request. A round with fewer than i drafts does not show whether draft
+    i would be accepted. Therefore the estimate is the product c_1 * ... * c_i. Of the rounds that
+    have a draft j and accept all drafts before it, c_j is the fraction that also accept draft j.
     """
     rates = []
     for i in range(max_k):

@@ -66,15 +66,16 @@ class Figures:
     """The results of one configuration, without prefill. Rates are ratios of totals over rounds.
 
     Attributes:
-        num_tokens: number of tokens in all rounds, except the first token of each output.
+        num_tokens: number of output tokens in all rounds, except the first token of each output.
         tokens_per_second: tokens per second of the whole batch.
         plain_tokens_per_second: tokens per second of plain decoding in the same rounds.
         times_plain: `tokens_per_second` divided by `plain_tokens_per_second`.
         plain_steps: `ms_per_step` divided by the milliseconds per step of plain decoding in the
             same rounds.
-        ms_per_token: time per output token of a request, as a spread over rounds.
-        mean_acceptance_length: mean number of tokens per step of a request.
-        acceptance_per_position: fraction of steps that accepted the draft at each position.
+        ms_per_token: `Run.ms_per_token` (TPOT), as a spread over rounds.
+        mean_acceptance_length: mean number of tokens that a request gains in a step.
+        acceptance_per_position: for each position of a draft, the fraction of requests' steps that
+            accepted the draft.
         ratio: tokens per second divided by plain decoding's tokens per second, as a spread over
             rounds.
         num_differing: number of prompts whose output tokens differ from plain decoding's.
@@ -193,7 +194,7 @@ def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
 def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
     """Return the mean acceptance length of the outputs with little repetition.
 
-    Return None if there are no such outputs, or if the batch size is above 1.
+    Return None if all outputs have much repetition, or if the batch size is above 1.
     """
     if any(len(run.outputs) > 1 for run in runs):
         return None

@@ -63,8 +63,8 @@ class Accepted:
     """Counts of draft tokens. Rounds without drafts are not counted.
 
     Attributes:
-        num_drafts: number of rounds, counted once per request. The name is vLLM's. In a round, a
-            request gains its accepted draft tokens and one more token.
+        num_drafts: number of rounds with drafts. A round counts once for each request that has
+            drafts in it. The name is vLLM's.
         accepted_per_position: number of accepted draft tokens by position within the draft.
         drafted_per_position: number of draft tokens by position; empty if unknown.
     """
@@ -129,8 +129,9 @@ class Speculation:
         k_histogram: number of rounds by K; K = 0 is plain decoding.
         ms_per_round: mean milliseconds of a round by K, at the batch sizes that occurred.
         round_over_plain: time of a round with drafts, divided by the time of a plain step, by K.
-        host_ms: host time per step to plan, launch and hand out tokens.
-        wait_ms: time per step that the host waited for the device.
+        host_ms: mean time per step in which the host worked: planned and launched the step, and
+            handed out its tokens.
+        wait_ms: mean time per step in which the host waited for the device.
         device_ms: upper bound of a round's mean time on the device. It may include time in which
             the device waited for the host.
         synthetic_rates: rates at which drafts were accepted regardless of their tokens.
@@ -176,7 +177,7 @@ class Details:
         benchmark: "latency", "throughput" or "serve".
         settings: the options of the run.
         environment: versions, device, clocks, processor, commit; see `provenance.describe`.
-        machine: load of other programs on the machine; `doubts` lists reasons not to trust the
+        machine: signs of other programs on the machine; `doubts` lists reasons not to trust the
             times.
         dataset: name, path, number of requests per group, chat template and its variables, and how
             many rows were left out or repeated.
@@ -186,9 +187,8 @@ class Details:
             tokens_per_chunk; None if there are no measurements.
         steady: figures of the steady window, in which the number of running requests is about
             constant. The window begins when every request has its first token, and ends when the
-            first request ends.
-            If a request ends before another one has its first token, the window is the middle of
-            the run. `serve` only.
+            first request ends. If a request ends before all requests have their first token, the
+            window is from 10 % to 90 % of the run. `serve` only.
         arrivals: the intended distribution of arrival times, and the p-value of a test whether the
             actual times follow this distribution.
         goodput: limits of latency, and how many requests meet the limits.
@@ -278,7 +278,8 @@ def by_source(
     """Return counts and acceptance of each source of drafts.
 
     Args:
-        drafts: the number of rounds with drafts from each source, counted once per request.
+        drafts: the number of rounds with drafts from each source. A round counts once for each
+            request that got drafts from the source.
         tokens: the number of draft tokens from each source.
         accepted: the number of accepted draft tokens from each source.
     """

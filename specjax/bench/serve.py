@@ -58,7 +58,7 @@ def as_traced(settings: LoadSettings, queries: Sequence[Query]) -> LoadSettings:
     """Return `settings` with the arrival times of the prompts, if the data set gives such times.
 
     Raises:
-        ValueError: `settings` also have a rate.
+        ValueError: the data set gives times, and `settings` have a rate or a burstiness.
     """
     trace = [query.arrival for query in queries if query.arrival is not None]
     if not trace:
@@ -67,7 +67,9 @@ def as_traced(settings: LoadSettings, queries: Sequence[Query]) -> LoadSettings:
 
 
 def warm_up(settings: LoadSettings, endpoint: Endpoint, queries: Sequence[Query]) -> None:
-    """Send the first prompts, and ignore the results. Send at least one.
+    """Send the first `num_warmups` prompts, at least one prompt. Ignore the responses.
+
+    Then wait until the server has finished compiling.
 
     Raises:
         ValueError: the first request failed, so nothing could be measured.

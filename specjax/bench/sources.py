@@ -12,7 +12,8 @@ class DraftsBySource(NamedTuple):
     """Counts of drafts by source. They are empty if only the drafter makes drafts.
 
     Attributes:
-        drafts: number of rounds with drafts from each source, counted once per request.
+        drafts: number of rounds with drafts from each source. A round counts once for each request
+            that got drafts from the source.
         tokens: number of draft tokens from each source.
         accepted: number of accepted draft tokens from each source.
     """
@@ -29,7 +30,7 @@ class DraftsBySource(NamedTuple):
 
     @classmethod
     def total(cls, counts: Iterable["DraftsBySource"]) -> "DraftsBySource":
-        """Return the sums of several counts."""
+        """Return the sum of `counts` for each source."""
         columns = zip(*counts, strict=True)
         return cls(*(sum(map(Counter, column), Counter[str]()) for column in columns))
 

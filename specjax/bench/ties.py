@@ -1,9 +1,10 @@
 """Distinguishes rounding differences from mismatches, for outputs of a server.
 
 At temperature 0 the next token is the token with the highest logit. In float32, the logits of two
-programs with different shapes differ by up to 4e-5. If the two best tokens have very close logits,
-a near-tie, this can swap them. Two outputs that diverge at a near-tie are both greedy outputs of
-the model. The server must report log-probabilities, to show whether a difference is a near-tie.
+programs with different shapes differ by up to 4e-5. If the logits of the two best tokens are very
+close (a near-tie), rounding can swap these tokens. Two outputs that diverge at a near-tie are both
+greedy outputs of the model. The server must report log-probabilities, to show whether a difference
+is a near-tie.
 """
 
 import asyncio

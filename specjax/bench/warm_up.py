@@ -1,7 +1,8 @@
 """Brings an engine to its steady state before a measurement.
 
-An engine starts with few compiled programs. It compiles others in the background, once lacking them
-has cost enough time. A measurement should not span such changes, so programs are compiled first.
+An engine starts with few compiled programs. It compiles a missing program in the background when
+the program's absence has cost enough time. Steps then become faster. This should not happen during
+a measurement, so programs are compiled first.
 """
 
 import time
@@ -22,7 +23,7 @@ class WarmUp:
     Attributes:
         num_runs: how often all prompts were run.
         seconds: time of the runs and of compiling.
-        is_settled: whether the last run needed no further program.
+        is_settled: whether no program was compiled during or after the last run.
     """
 
     num_runs: int
@@ -31,12 +32,12 @@ class WarmUp:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query], min_runs: int) -> WarmUp:
-    """Run all prompts at least `min_runs` times, and until a run has all programs that it needs.
+    """Run all prompts at least `min_runs` times, and until a run needs no new programs.
 
-    After each run, the missing programs that cost the run most time are compiled. A run had all
-    programs if none was compiled during or after the run. The run then lost at most the fraction
-    `ALLOWED` of its time, unless a program failed to compile. After `MAX_SECONDS`, no run begins
-    beyond the first `min_runs`.
+    After each run, the missing programs whose absence cost most time are compiled. If the absence
+    of all missing programs cost at most the fraction `ALLOWED` of the run's time, none is compiled.
+    The warm-up ends after a run during which and after which no program was compiled. It also ends
+    after `MAX_SECONDS`, but not before `min_runs` runs.
     """
     start, num_runs, is_settled = time.perf_counter(), 0, False
     while num_runs < min_runs or not (is_settled or time.perf_counter() - start >= MAX_SECONDS):

@@ -18,7 +18,7 @@ def read_questions() -> list[str]:
 
 
 def tokenize(questions: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-    """Return each question's token ids, formatted by the tokenizer's chat template, if any."""
+    """Return each question's token ids, after applying the chat template if there is one."""
     if tokenizer.template is None:
         return [tuple(tokenizer.encode(question)) for question in questions]
     return [

@@ -47,10 +47,10 @@ def demo_folder(name: str) -> Path:
 
 
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
-    """Return the speculative config `config`, with a demo drafter as its "model" if it has none.
+    """Return a copy of a speculative config, with a demo drafter as its default "model".
 
-    `target` is the name of the target model. `config` is returned unchanged unless `target` is a
-    demo that has a separate drafter for the config's "method".
+    The "model" is added only if `config` has no "model", and `target`, the name of the target
+    model, is a demo with a separate drafter for the config's "method".
     """
     drafters = DRAFTERS.get(target or "", {})
     found = drafters.get(config.get("method") or "")

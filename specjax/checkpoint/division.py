@@ -1,11 +1,13 @@
 """Divides a model's arrays over devices, by dividing the tensors of its checkpoint.
 
-Each device runs a smaller model, which has only some of the whole model's heads, MLP columns and
-vocabulary tokens. The `TensorSpec`s of the smaller model describe the arrays that one device holds.
+Each device runs a smaller model, which has only some of the whole model's heads, experts, MLP
+columns and vocabulary tokens. The `TensorSpec`s of the smaller model describe the arrays that one
+device holds.
 
 A divided axis of a file tensor consists of sections, such as the rows of q, k and v. Sections have
 names in `TensorSpec.cuts`. Each name has a `Share`, which defines the part of the section that each
-device takes.
+device takes. If each expert has its own tensors, a device takes the whole tensors of its experts
+(see `TensorSpec.stacked_as`).
 """
 
 import math
@@ -77,7 +79,7 @@ def grouped(
 
 
 def _scaled(share: Share, factor: int) -> Share:
-    """Return the same division as `share`, in units that are smaller by `factor`."""
+    """Return the same division as `share`, with each unit split into `factor` units."""
     return Share(
         share.total * factor,
         share.size * factor,

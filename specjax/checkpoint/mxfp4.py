@@ -1,8 +1,8 @@
 """Weights of experts in MXFP4 (OCP Microscaling, 2023), where 32 floats of 4 bits share a scale.
 
-A byte holds two numbers, with the first number in the lower bits. A scale is a power of two, stored
-as its exponent plus 127. An `MXFP4Spec` unpacks weights; every value is exact in bfloat16. Engines
-replace it by specs that keep the weights packed.
+A byte holds two 4-bit codes, the first in the lower bits. A scale is a power of two, stored as its
+exponent plus 127. An `MXFP4Spec` unpacks weights; every value is exact in bfloat16. Engines replace
+this spec by specs that keep the weights packed.
 """
 
 from collections.abc import Sequence
@@ -57,9 +57,12 @@ def mxfp4_experts(
 ) -> Any:
     """Return the `TensorSpec` of experts [E, in, out] stored as `name`_blocks and `name`_scales.
 
-    `rows` is a name for the input axis, and `columns` for the output axis (see `TensorSpec.cuts`).
-    Give at most one of them. Devices may divide the named axis, or divide the experts instead. If
-    neither axis is named, every device has all experts whole.
+    `rows` names the input axis, and `columns` the output axis, for a division over devices (see
+    `TensorSpec.cuts`). Give at most one of these names. Sections of the input axis count blocks of
+    32 inputs. If `division.divide` has a share named "experts", devices take whole experts instead
+    of parts of the named axis. Without a name, every device has all experts.
+
+    `num_in` must be a multiple of 32.
     """
     scales = num_experts, num_out, num_in // BLOCK
     shapes = (*scales, BLOCK // 2), scales

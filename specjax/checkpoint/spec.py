@@ -41,9 +41,11 @@ class TensorSpec:
             buffer out of a weight update. The buffer then keeps its value.
         cuts: for each file tensor, the alternative ways to divide it over devices (see `division`).
             A way is a pair of an axis and its sections. A section is a pair of a name, such as
-            "heads", and a number of rows. The name is None for rows that all devices have. `cuts`
-            is () for an array that is never divided.
-        stacked_as: a name, such as "experts", if devices may divide the stacked groups among them.
+            "heads", and a number of rows. The name is None for rows that all devices have.
+            `divide` uses the first way with a name in its `shares`. `cuts` is () for an array that
+            is never divided.
+        stacked_as: the name, such as "experts", of the share by which devices divide the stacked
+            groups; None if devices never divide the groups.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """
@@ -83,7 +85,7 @@ class TensorSpec:
     def join(self, parts: Sequence[Any], dtype: np.dtype) -> Any:
         """Return the engine array in `dtype`, from the file tensors in the order of `names`.
 
-        The array is of the same kind as the tensors, of NumPy or JAX.
+        The result is a NumPy array if the tensors are NumPy arrays; otherwise, a JAX array.
         """
         xp = module_of(parts[0])
         # Cast each part, since a file may contain several dtypes.
@@ -115,7 +117,7 @@ class TensorSpec:
     def split(self, array: Any) -> dict[str, Any]:
         """Return the file tensors, by name, from which `join` would build `array`.
 
-        They are arrays of the same kind as `array`, of NumPy or JAX.
+        The results are NumPy arrays if `array` is one; otherwise, JAX arrays.
         """
         parts = zip(
             self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
@@ -219,7 +221,8 @@ def cut_rows(
             the second tensor, and so on (see `TensorSpec.cuts`). A single name if the whole axis of
             each tensor is a section with this name. None if the tensors are never divided.
         axis: the axis that is divided.
-        groups: the name of the tensors' first axis, if this axis may be divided instead.
+        groups: the name of the tensors' first axis; None if this axis is never divided. If
+            `divide` has a share with this name, the first axis is divided instead of `axis`.
     """
     if sections is None:
         return ()
@@ -268,8 +271,9 @@ def experts(
 ) -> Any:
     """Return the `TensorSpec` of an array [experts, in, sum of outs].
 
-    It merges the projections of each expert into one matrix. `rows` and `columns` are explained in
-    `projection`.
+    The array has one matrix per expert, which merges the expert's projections. `projection`
+    explains `rows` and `columns`. If `divide` has a share named "experts", devices take whole
+    experts instead.
     """
     shapes = tuple((n, num_in) for _ in names for n in num_outs)
     return TensorSpec(
@@ -295,8 +299,9 @@ def fused_experts(
 ) -> Any:
     """Return the `TensorSpec` of an array [experts, in, out], stored in one tensor.
 
-    The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `rows` and `columns`
-    are explained in `projection`.
+    The tensor is [experts, out, in], or [experts, in, out] if `is_swapped`. `projection` explains
+    `rows` and `columns`. If `divide` has a share named "experts", devices take whole experts
+    instead.
     """
     shape = (num_experts, *((num_in, num_out) if is_swapped else (num_out, num_in)))
     in_axis, out_axis = (1, 2) if is_swapped else (2, 1)

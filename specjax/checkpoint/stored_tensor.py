@@ -69,7 +69,7 @@ class StoredTensor:
 def read_partly(tensor: Readable) -> Any:
     """Return a tensor for a caller that uses only parts of it.
 
-    If a file has the tensor's own bytes, the tensor is mapped into memory. Otherwise, it is read.
+    A `StoredTensor` is mapped into memory. Any other tensor, such as a converted one, is read.
     """
     return tensor.map() if isinstance(tensor, StoredTensor) else tensor.read()
 

@@ -206,7 +206,7 @@ def run(args: argparse.Namespace) -> int:
 def measure(asked: ServeRun, endpoint: Endpoint, load: float) -> Measured:
     """Send all requests, and return the results.
 
-    `load` is the machine's load before any server was started.
+    `load` is the machine's load average before any server was started.
     """
     args, moment = asked.args, Moment.now()
     traffic = asked.run(endpoint)

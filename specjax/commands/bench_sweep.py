@@ -56,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]) -> None:
-    """Add another engine's figures to all cells. If it dies, the last cell gets the failure."""
+    """Add another engine's figures to each cell.
+
+    If that engine fails, the error is recorded in the last cell of the sweep.
+    """
     try:
         with cells[0].peer_server(name) as endpoint:
             for cell, one in zip(cells, done, strict=True):

@@ -142,9 +142,10 @@ def check_served(
 ) -> dict[str, Any]:
     """Check the drafter that `llm` serves, and return a report as JSON-compatible types.
 
-    "served" has the drafter's figures in serving. "reference" has its figures at some tokens of the
-    served texts. "tried" has the figures of each trial, another setup of the drafter, at the same
-    tokens. "faults" lists the faults that were found. See `bench.checkup`.
+    "served" has the drafter's figures while `llm` generated the texts. "reference" has its figures
+    at some positions of these texts; see `bench.checkup`. "tried" has the figures of each trial. A
+    trial is another setup of the drafter at the same positions, or another form of prompts with new
+    texts. "faults" lists the faults that were found.
     """
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)

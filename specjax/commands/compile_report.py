@@ -233,7 +233,7 @@ def _collectives(report: StepReport) -> Iterator[str]:
 
 
 def _sums(found: Sequence[Launch]) -> str:
-    """Return a text with the number of collectives of each kind, and their bytes."""
+    """Return a text with the number of collectives of each kind, and the bytes of all together."""
     counts = Counter()
     for one in found:
         counts[one.kind] += one.times

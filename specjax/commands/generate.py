@@ -162,7 +162,8 @@ def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
 def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
     """Return the text of an output, or its token ids if it has no text.
 
-    If there are several outputs, the prompt precedes the text.
+    `num_outputs` is the number of outputs of the command. If it is above 1, the text begins with
+    the prompt.
     """
     text = "\n--\n".join(_sample_text(one) for one in output.outputs)
     return text if num_outputs == 1 else f"> {prompt}\n{text}"

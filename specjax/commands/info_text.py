@@ -9,7 +9,8 @@ from specjax.inspect.gpus import GPUS
 def answer(report: Mapping[str, Any]) -> dict[str, str]:
     """Return the main results by name, for this device and for each kind of GPU.
 
-    They say whether the model fits, for how many requests, and with which longest context.
+    "fits" says whether the model fits, and "requests" for how many requests. "context" is the
+    longest context in tokens.
     """
     here, length = report["this_device"], report["requests"]["max_model_len"]
     place, num_here = f"this {here['kind']}", here["max_full_length_requests"]

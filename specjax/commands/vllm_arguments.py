@@ -81,10 +81,10 @@ def read_json(text: str) -> Any:
 
 
 def read_size(text: str) -> int:
-    """Return the integer in a text. "32k" is 32,000, and "32K" is 32,768; likewise m, M, g and G.
+    """Return the integer that a text means. "32k" is 32,000, and "32K" 32,768; also m, M, g and G.
 
     Raises:
-        argparse.ArgumentTypeError: the text is not an integer, with or without such a letter.
+        argparse.ArgumentTypeError: the text is neither an integer nor a number with such a letter.
     """
     if found := _SIZE.fullmatch(text):
         power, base = "kmg".index(found[2].lower()) + 1, 1000 if found[2].islower() else 1024

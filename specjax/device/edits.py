@@ -151,9 +151,10 @@ def _penalise(
 def _bad_words(
     bad_words: jax.Array, history: History, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return each bad word's last token i32[B, W], and whether it would complete the word.
+    """Return each bad word's last token i32[B, W], and the rows where it would complete the word.
 
-    The second result is bool[B, T, W], for each row and each of the W words.
+    The second result is bool[B, T, W]: whether the tokens before row t end with all but the last
+    token of word w.
     """
     batch = bad_words.shape[0]
     words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)

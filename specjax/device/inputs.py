@@ -89,8 +89,8 @@ class StepModel(NamedTuple):
         """Return the maximum number of rounds without drafts that the drafter can observe together.
 
         Observing means that the drafter updates its cache with a round's hidden states. Each round
-        has `batch` requests. The result is 0 if the drafter must observe each round at its end,
-        because it cannot defer, or because there is room for fewer than two rounds.
+        has `batch` requests. The result is 0 if the drafter must observe each round at its end:
+        because it cannot defer, or because fewer than two rounds can be kept.
         """
         count = max(self.max_deferred_rows // batch, self.min_deferred_rounds)
         while count * batch % self.row_multiple:

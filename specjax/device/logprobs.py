@@ -38,8 +38,9 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array, vocabulary: Vocabulary = W
 
 
 def pack_logprobs(found: Logprobs, batch: int) -> jax.Array:
-    """Return the fields of `found`, concatenated as i32[B, ...] for B = `batch` requests.
+    """Return log-probabilities as one array i32[B, ...] for B = `batch` requests.
 
+    The array has the fields of `found`, one after the other, with the bits of f32 numbers as i32.
     `found` has N rows, which are N / B consecutive rows for each request.
     """
 

@@ -76,10 +76,11 @@ def shapes_of(specs: Any, dtype: Any) -> Any:
 
 
 def shapes_like(one: Divisible, params: Any) -> Any:
-    """Return the shapes of a model's or head's parameters, divided over the devices of `one`.
+    """Return the shapes of `params`, marked as divided if the model or head `one` divides them.
 
-    The leaves of `params` are arrays, which can all be on one device, or shapes. All arrays of a
-    quantised weight are divided if the unquantised weight would be divided.
+    The leaves of `params` are arrays or shapes. Divided arrays must already be [devices, ...], but
+    can be on one device. All arrays of a quantised weight are marked as divided if the unquantised
+    weight would be divided.
     """
     specs = jax.tree_util.tree_leaves_with_path(specs_of(one), is_leaf=is_weight)
     divided = {path for path, x in specs if _is_divided(x)}
@@ -109,7 +110,7 @@ def divide_params(one: Divisible, params: Any, placement: Placement) -> Any:
 
 
 def check_shapes(one: Divisible, params: Any) -> None:
-    """Check that a model or head can be divided, and that `params` have its undivided shapes.
+    """Check that `one` can be divided, and that `params` have its shapes before division.
 
     The leaves of `params` are arrays or shapes.
 
@@ -130,9 +131,10 @@ def check_shapes(one: Divisible, params: Any) -> None:
 
 
 def padding_of(one: Divisible) -> str:
-    """Return a text that lists the kinds of axes that are padded with zeros, and their sizes.
+    """Return a text that lists the kinds of axes that are padded with zeros.
 
-    A kind of axis is, for example, attention heads. The text is empty if every kind divides evenly.
+    A kind of axis is, for example, attention heads. For each kind, the text has the total size, and
+    the number of devices times the size per device. It is empty if every kind divides evenly.
     """
     count = one.num_devices
     return ", ".join(

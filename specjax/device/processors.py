@@ -22,7 +22,7 @@ def process_first(
     processors: Processors,
     vocabulary: Vocabulary,
 ) -> Float32[jax.Array, "B 1 V"]:
-    """Return the logits of each chunk's next token, edited by the logits processors."""
+    """Return the logits [B, 1, V] of each chunk's next token, edited by logits processors."""
     history = History(state.tokens[inputs.slots], inputs.starts + inputs.counts)
     requests = state.requests.at(inputs.slots)
     return apply_processors(logits, requests, history, processors, vocabulary)
@@ -37,7 +37,10 @@ def process_round(
     processors: Processors,
     vocabulary: Vocabulary,
 ) -> Float32[jax.Array, "B R V"]:
-    """Return a round's logits, edited by the logits processors. Row t follows t drafts."""
+    """Return a round's logits [B, R, V], edited by the logits processors.
+
+    Row t of a request follows its first t drafts.
+    """
     history = History(state.tokens[inputs.slots], state.lengths[inputs.slots] + 1)
     requests = state.requests.at(inputs.slots)
     return apply_processors(logits, requests, history.then(draft.tokens), processors, vocabulary)

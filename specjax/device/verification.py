@@ -1,8 +1,8 @@
 """Decides which drafts are accepted, and which token follows them, by one of four methods.
 
-Row t of the target's logits predicts the token at position lengths[b] + t, given the committed
-tokens and the first t drafts. A verdict has the accepted drafts and one more token. That token
-replaces the first rejected draft, or follows the last draft.
+Row t of request b's logits predicts the token at position `Target.lengths[b]` + t, given the
+committed tokens and the first t drafts. A verdict has the accepted drafts and one more token. That
+token replaces the first rejected draft, or follows the last draft.
 
     seed_exact  the target's tokens are sampled, and drafts that equal them are accepted. The output
                 does not depend on the drafts (Daliri, Musco and Suresh 2024)
@@ -108,7 +108,7 @@ class Verification(Protocol):
         ...
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
-        """Return which drafts are accepted, and the token after them."""
+        """Return the verdict: the accepted drafts of each request, and the token after them."""
         ...
 
 

@@ -34,7 +34,7 @@ class Vocabulary:
         return None
 
     def num_columns(self, total: int) -> int:
-        """Return the number of logits on each device in a vocabulary of `total` tokens."""
+        """Return the number of columns that each device has if there are `total` tokens."""
         return total
 
     def without_padding(self, logits: jax.Array) -> jax.Array:
@@ -54,7 +54,8 @@ class Vocabulary:
     ) -> jax.Array:
         """Return the column numbers i32[...] of tokens i32[...] in this device's logits.
 
-        The number is `num_columns` for a token that is not used, or not on this device.
+        The number is `num_columns`, which is out of range, for a token that is on another device,
+        or for which `is_used` is false.
         """
         return ids if is_used is None else jnp.where(is_used, ids, num_columns)
 
@@ -83,7 +84,7 @@ class Vocabulary:
         return jax.nn.logsumexp(x, axis=-1)
 
     def argmax(self, x: jax.Array) -> jax.Array:
-        """Return the first token i32[...] that has the maximum of x [..., V].
+        """Return the lowest token id i32[...] at which x [..., V] has its maximum.
 
         If no token is possible (see `draw_tokens.argmax`), return -1.
         """
@@ -110,9 +111,9 @@ class Vocabulary:
         return bits.reshape(*words.shape[:-1], -1)[..., :num_columns] == 1
 
     def spread(self, logits: jax.Array, ids: jax.Array, vocab_size: int) -> jax.Array:
-        """Return logits f32[N, V] of all tokens, from logits f32[N, V_d] of tokens i32[V_d].
+        """Return logits f32[N, V] of all tokens, given logits f32[N, V_d] of some tokens.
 
-        Tokens that are not in `ids` get -inf.
+        `ids` i32[V_d] are these tokens. Other tokens get -inf.
         """
         full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
         return full.at[:, ids].set(logits)
@@ -315,9 +316,10 @@ class SplitVocabulary(Vocabulary):
         return largest, jnp.sum(totals * jnp.exp(all_largest - largest[None]), axis=0)
 
     def _best(self, token: jax.Array, score: jax.Array) -> jax.Array:
-        """Return the token i32[...] with the highest score f32[...] on any device.
+        """Return the token i32[...] with the highest score over all devices.
 
-        The result is -1 if the highest score is -inf or NaN.
+        `token` is this device's best token, and `score` f32[...] is its score. The result is -1 if
+        the highest score is -inf or NaN.
         """
         scores, tokens = self._gather(score, token)
         best = jnp.argmax(scores, axis=0)[None]  # the first NaN, if there is one

@@ -64,7 +64,7 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Make an object of the dataclass `kind`, whose fields are one request's values, not arrays."""
+    """Make a `kind` object (a dataclass). Its fields hold one request's values, not arrays."""
     return kind(**values)
 
 

@@ -31,8 +31,8 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 def extras_of(all_demands: Collection[Demands]) -> Extras:
     """Return flags for the optional work of a step, such as log-probabilities or grammar masks.
 
-    `all_demands` holds what each request of the step needs. The flag of some work is set if at
-    least one request needs this work.
+    `all_demands` holds the demands of the step's requests. A flag is set if at least one request
+    needs the work.
     """
     extras = Extras(0)
     for demands in all_demands:
@@ -48,8 +48,8 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
     """Pack a plan into one array i32[B, words]. Rows without a request are padding.
 
-    `page_tables` is `Residents.page_tables`. `extras` holds the flags that `extras_of` returns for
-    all requests of the plan.
+    `page_tables` is `Residents.page_tables`. `extras` are flags for the plan's optional work
+    (see `extras_of`).
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -99,7 +99,7 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
     chunks. A mask of all ones allows every token. Such masks are returned for padding rows, for
     requests without a grammar, and for sequences that have finished. If a grammar raises an
     exception, its sequence also gets such masks, and the exception is stored in `sequence.error`.
-    So only this sequence ends, when the step's tokens are read.
+    When the step's tokens are read, only this sequence ends.
 
     `drafts` is i32[B, K], or None if no grammar depends on drafts. If a drafter found fewer than K
     drafts, the remaining entries of `drafts` are zeros.
@@ -119,11 +119,11 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
 def unpack_outputs(
     packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
 ) -> list[RowOutput]:
-    """Return the output of each row of `plan`.
+    """Return the output of each sequence of `plan`.
 
     `packed` i32[B, columns] is the host's copy of the array that `pack_outputs` made in a program
-    of `variant`. `has_raw` means that `packed` has raw log-probabilities in addition to the
-    processed values.
+    of `variant`. `has_raw` means that `packed` has raw log-probabilities in addition to processed
+    log-probabilities.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences
@@ -162,9 +162,10 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Append the features (hidden states) of each chunk to its sequence, if its request wants them.
+    """Append the features (hidden states) of chunks to their sequences.
 
-    `features` are on the host, and have `plan.width` rows for each chunk.
+    Chunks whose request does not export features are skipped. `features` are on the host, and have
+    `plan.width` rows for each chunk.
     """
     assert isinstance(plan, PrefillPlan), "rounds export no features"
     for row, chunk in enumerate(plan.chunks):
@@ -178,7 +179,7 @@ def pack_outputs(outputs: StepOutputs) -> jax.Array:
     """Pack a step's results as an array i32[B, ...].
 
     Each row holds the number of tokens, the number of drafts, the tokens, their log-probabilities,
-    and log-probabilities of prompt tokens. Log-probabilities are left out if nobody needs them.
+    and log-probabilities of prompt tokens, if the program computes these.
     """
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]

@@ -40,8 +40,9 @@ def compile_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show the progress of compiling `total` programs.
 
-    Yield a function to call with the number of programs that are ready. A function given to
-    `watch_compiling` is called even if `is_shown` is False.
+    Yield a function, which the caller calls with the number of programs that are ready. Within
+    `watch_compiling`, nothing is shown, and this function calls `tell`, even if `is_shown` is
+    False.
 
     Args:
         count_read: function that returns how many of the programs were read from the cache. It is

@@ -1,7 +1,7 @@
 """Implements `Programs`, the interface between an engine and a device, with JAX.
 
-JAX compiles one program per shape and variant (the extra work that requests need), before the
-program is needed.
+Programs are compiled for each shape of a step, and for each variant (a set of supported request
+options). Usually, a program is compiled in a thread before a step needs it.
 """
 
 import logging
@@ -47,8 +47,9 @@ class Toolchain:
         jits: the jitted programs for each `Static` (the values that are compiled into all programs
             of an engine). Engines with equal `Static`s share programs.
         options: XLA options by platform.
-        options_behind: further XLA options by platform, for programs that no request waits for.
-        find_folder: function that returns the folder for compiled programs, or None to keep none.
+        options_behind: additional XLA options by platform, for programs that no request waits for.
+        find_folder: function that returns the folder in which compiled programs are stored. It
+            returns None if they are not stored.
         maps_for_shapes: see `Compiler`.
     """
 

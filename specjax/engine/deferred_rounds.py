@@ -34,7 +34,7 @@ class DeferredRounds:
         the drafter reads them. Deferred rounds can wait if `plan` is a round without drafts for the
         same requests, and fewer than `Programs.max_deferred` rounds are deferred.
 
-        Last, `plan` is counted as deferred if it has no drafts and `max_deferred` is not 0.
+        Finally, `plan` is counted as deferred if it has no drafts and `max_deferred` is not 0.
         `packed` is the packed plan.
         """
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0

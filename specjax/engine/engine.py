@@ -4,9 +4,9 @@
 
 While the device runs step N, the host plans step N + 1. The state never leaves the device. Programs
 take packed arrays from the host, and return their results as packed arrays. A step may have two
-parts, prefill chunks and a decode round. Both are launched before either is read. If such steps are
-frequent, both parts run as one program. A round with grammars is several programs: the host
-computes masks while the target runs over the drafts.
+parts, prefill chunks and a decode round. Both are launched before either is read. If steps with
+both parts are frequent, the parts run as one program. A round with grammars is several programs:
+the host computes masks while the target runs over the drafts.
 """
 
 import os
@@ -59,8 +59,9 @@ class Engine:
     Attributes:
         away: function that returns a context manager. A step enters this context while it waits for
             the device or for a program. Meanwhile, other threads can call methods that run no step.
-        rescue: function called with a failed step's error. It moves the requests to another engine
-            or raises the error. If None, all requests are dropped and the error is raised.
+        rescue: function called with the error of a failed step without logits processors. It moves
+            the requests to another engine or raises the error. If None, all requests are dropped
+            and the error is raised.
     """
 
     # Returns the engine's `Programs`. Any callable with the same arguments can replace it.
@@ -137,8 +138,8 @@ class Engine:
         """Let `policy` choose K from the next step on, and compile the shapes that it may choose.
 
         Raises:
-            ValueError: the policy may choose more drafts than the token budgets or the cache of
-                recurrent states allow, or it first times all rounds while requests are unfinished.
+            ValueError: the policy may choose more drafts than the token budgets or the recurrent
+                cache allow; or all shapes must be timed, but requests are unfinished.
         """
         self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
         if self._is_recurrent and k > self._max_drafts:
@@ -166,7 +167,7 @@ class Engine:
         return self.repertoire.number_of(processors)
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile the programs that `requests` need and that are not compiled yet."""
+        """Compile missing programs for `requests`; with the option `compile_ahead`, wait."""
         refuse_fork(self._pid)
         requests = list(requests)
         # A step whose requests have no grammars runs without masks.
@@ -216,7 +217,8 @@ class Engine:
         tokens.
 
         Raises:
-            Exception: a step without logits processors failed; all requests are dropped.
+            Exception: a step without logits processors failed, and `rescue` did not move the
+                requests; all requests are dropped.
             RuntimeError: another thread is in the middle of a step, or this process is a fork of
                 the process that built the engine. Nothing has changed.
         """
@@ -428,8 +430,8 @@ class Engine:
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Return the times of rounds for each K in `ks`.
 
-        If `has_all`, clear the prefix cache and measure all shapes. Otherwise, measure only the
-        largest shape. With the option `exact`, all rounds have one shape, so all times are equal.
+        If `has_all`, clear the prefix cache and time all shapes. Otherwise, time only the largest
+        shape. With the option `exact`, there is one shape: time nothing, and return 1 ms per K.
         """
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape

@@ -35,8 +35,8 @@ class Follower:
     Attributes:
         programs: the programs of this process.
         sleep: moves this process's weights to the host and back.
-        staged: values, such as new weights, that a function called by `Programs.elsewhere` leaves
-            for the next such function.
+        staged: values, such as new weights. One function that `Programs.elsewhere` calls stores
+            them here, and a later function uses them.
     """
 
     programs: CompiledPrograms
@@ -103,7 +103,7 @@ class Follower:
     def build(
         self, config: EngineConfig, verification: Verification, layout: Layout, max_drafts: int
     ) -> None:
-        """Make the programs."""
+        """Make `programs`, the `CompiledPrograms` of this process."""
         parts = config, self.target, self.drafter, verification, self._params, layout, max_drafts
         self.programs = self._make(*parts, placement=self._placement)
         del self._params

@@ -123,10 +123,10 @@ class Hosts:
         self.check()
 
     def receive(self, rank: int = LEADER) -> tuple[Any, ...]:
-        """Wait for the next message of a peer, and return the message.
+        """Wait for the next message of the process `rank`, and return the message.
 
         Raises:
-            HostsError: the process has ended or failed.
+            HostsError: the process has ended or failed, or this engine was closed.
         """
         try:
             message = pickle.loads(self.peers[rank].recv_bytes())
@@ -139,7 +139,10 @@ class Hosts:
         raise self.error or HostsError("this LLM is closed")
 
     def listen(self, hear: Callable[..., None]) -> None:
-        """Call `hear(rank, *message)` for each further message of a peer, in a thread per peer."""
+        """Start a thread per peer, which calls `hear(rank, *message)` for each later message.
+
+        Answers to a ping are not passed to `hear`.
+        """
 
         def read(rank: int) -> None:
             try:
@@ -156,7 +159,10 @@ class Hosts:
         self._threads = [_started(read, rank) for rank in self.peers]
 
     def lose(self, rank: int, why: str) -> None:
-        """Set `error` to say that the process `rank` is lost. Process 0 also tells its peers."""
+        """Set `error` to say that the process `rank` is lost. Process 0 also tells its peers.
+
+        Do nothing if the engine has failed or was closed.
+        """
         if self.error is None and not self._is_closed:
             self.error = HostsError(
                 f"{self.name(rank)} of the {self.count} processes of this LLM has ended "
@@ -175,8 +181,8 @@ class Hosts:
     def close(self) -> None:
         """Tell the peers that the engine has been closed, and whether this process is ending.
 
-        If process 0 is ending, it lets the peers disconnect now. It may still compile programs, and
-        would then end without running the function `_leave`, which lets them disconnect.
+        If process 0 is ending, it lets the peers disconnect now, and not in `_leave`. Process 0
+        would not run `_leave` if it ended while threads compile programs.
         """
         if not self._is_closed:
             self._is_closed = True
@@ -197,11 +203,14 @@ class Hosts:
             raise self.error
 
     def wait(self, is_done: Callable[[], bool], *, has_limit: bool = True) -> None:
-        """Wait until `is_done()`.
+        """Wait until `is_done()` is true.
+
+        If `has_limit`, the time limit is `distributed_timeout_seconds`. After this time, all peers
+        are pinged. They get up to `ANSWER_SECONDS` to answer before the error is raised.
 
         Raises:
-            HostsError: a process is lost; or, if `has_limit`, the wait takes longer than
-                `distributed_timeout_seconds`.
+            HostsError: the engine has failed, for example because a process is lost; or the wait
+                has exceeded the time limit.
         """
         end = time.monotonic() + self._seconds
         while not is_done():
@@ -211,9 +220,9 @@ class Hosts:
             time.sleep(POLL_SECONDS if has_limit else PAUSE_SECONDS)
 
     def _find_missing(self) -> None:
-        """Set `error` after the time limit.
+        """Ping all peers after the time limit, wait for their answers, and set `error`.
 
-        The message names a process that does not answer, if there is one.
+        After `ANSWER_SECONDS`, the error's message names a peer that has not answered, if any.
         """
         self._answers.clear()
         self.send("ping")
@@ -288,7 +297,7 @@ class Hosts:
             self._disconnect()
 
     def _release_peers(self) -> None:
-        """Let the other processes disconnect, and wait until they have."""
+        """Let the other processes disconnect. Wait up to `ANSWER_SECONDS` for each of them."""
         self._say_last("leave")
         peers = self.peers.values()
         for thread in self._threads or [_started(_read_all, one) for one in peers]:
@@ -303,7 +312,7 @@ def _started(do: Callable[..., None], *arguments: Any) -> threading.Thread:
 
 
 def _read_all(connection: Connection) -> None:
-    """Read messages until the peer disconnects."""
+    """Read and drop messages until the peer disconnects."""
     with suppress(EOFError, OSError):
         while True:
             connection.recv_bytes()

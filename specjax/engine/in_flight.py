@@ -48,8 +48,8 @@ class InFlight:
         If the program also ran sequences that did not draft (`self.rest`), their tokens must be
         appended after this call.
 
-        If the drafter found fewer than K drafts, the first missing draft counts as rejected. Drafts
-        from texts are left out.
+        If the drafter found fewer than K drafts, the first missing draft counts as rejected.
+        Requests whose drafts came from texts are left out.
 
         Args:
             rows: the device's results for each sequence.

@@ -57,8 +57,9 @@ class Launcher:
         """Launch a step's parts: chunks, and a round or the two parts of a split round.
 
         One part of a split round has the requests that draft, and the other part has the requests
-        that do not. Two parts run as one program if a program for both is compiled. `page_tables`
-        is `Residents.page_tables`. A round with grammars is complete only after `settle`.
+        that do not. Both run as one program if this program is compiled. The same holds for chunks
+        and a round that is not split. `page_tables` is `Residents.page_tables`. A round with
+        grammars is returned as an `Extended`, which `settle` completes.
         """
         *before, last = parts
         if isinstance(last, DecodePlan) and last.is_rest and (split := self._split_of(parts)):
@@ -128,8 +129,8 @@ class Launcher:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
         They are separate with the option `exact`, with which all steps run the same programs. They
-        are also separate if the chunks need grammar masks or logits processors, if a request
-        exports its prompt's hidden states, or if the round's program `Decode` is not compiled.
+        are also separate if the chunks need grammar masks or logits processors, if a request of
+        the chunks exports hidden states, or if the round's program `Decode` is not compiled.
         """
         if self._config.exact:
             return None
@@ -224,5 +225,5 @@ class Launcher:
 
 
 def exports_features(plan: PrefillPlan) -> bool:
-    """Return whether any request of the plan exports the hidden states of its prompt."""
+    """Return whether any request of the plan exports the hidden states of its chunks."""
     return any(chunk.sequence.request.exports_features for chunk in plan.chunks)

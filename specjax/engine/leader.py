@@ -299,7 +299,10 @@ class LeaderPrograms:
         self._mirror("renew")
 
     def _mirror(self, name: str, *arguments: Any) -> None:
-        """Call the method `name` of the programs in all processes. Do nothing if one is lost."""
+        """Call the method `name` of the programs in all processes, and drop earlier results.
+
+        Do nothing if the engine has failed.
+        """
         if self._hosts.error is None:
             self._open.clear()
             with self._hosts:
@@ -307,7 +310,7 @@ class LeaderPrograms:
                 getattr(self._own, name)(*arguments)
 
     def close(self) -> None:
-        """See `Programs`. The other processes end, too."""
+        """See `Programs`. The other processes close their programs, too."""
         self._close_hosts()
         if self._hosts.error is None:
             self._own.close()

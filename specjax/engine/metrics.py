@@ -44,12 +44,12 @@ class Metrics:
         draft_tokens_per_source: number of draft tokens by source.
         accepted_tokens_per_source: number of accepted draft tokens by source.
         requests_finished: number of finished samples per finish_reason.
-        prefix_cache_queries: number of tokens of admitted requests.
-        prefix_cache_hits: number of tokens of admitted requests that were found in the prefix
-            cache.
+        prefix_cache_queries: number of tokens to prefill, summed over all admissions. A sequence
+            is admitted again after a preemption.
+        prefix_cache_hits: how many of these tokens were found in the prefix cache.
         prefix_cache_evictions: number of pages and snapshots evicted.
-        kv_cache_usage: fraction of pages in use now; the largest fraction, if there are several
-            pools.
+        kv_cache_usage: fraction of pages in use now. Layers with sliding windows have separate
+            pages; the largest fraction counts.
         budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
         in_flight_depth: mean number of steps in flight when another step is launched.
         num_compiles_after_warmup: number of programs that a request had to wait for.
@@ -111,10 +111,11 @@ class Metrics:
 
 
 def sum_of(parts: SequenceOf[Metrics]) -> Metrics:
-    """Add up the counters of several engines.
+    """Return the metrics of several engines together.
 
-    Times and other means over steps are averaged, weighted by each engine's number of steps.
-    `kv_cache_usage` is the mean over engines.
+    Counters are added. Means (see `_MEANS`) are averaged, weighted by each engine's number of
+    steps. `kv_cache_usage` is the mean over engines. Acceptance rates and lengths are computed from
+    the added counters.
     """
     if len(parts) == 1:
         return parts[0]

@@ -1,14 +1,14 @@
 """Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape and a variant. The variant is the extra work that the step's requests need, such
-as log-probabilities. Without `compile_ahead`, an engine begins with one shape for chunks, one shape
-for rounds, and a variant that serves most requests. If the host waits at conditionals (see
-`Programs.waits_at_conditionals`), there is also a variant without optional work. The two shapes
-suffice for any step, but small steps need much padding, and chunks may need more steps than in
-another shape. The loss of a step is the time that it would have saved in the best shape for it. A
-shape is compiled in the background once such losses add up to about the time that compiling takes.
-If the programs of the shape are on disk, they are read much sooner. Requests that need a new
-variant wait until it is compiled; other requests do not wait.
+A step has a shape and a variant. A variant is a set of request options, such as log-probabilities,
+that the step's programs support. Without `compile_ahead`, an engine begins with one shape for
+chunks, one shape for rounds, and a variant that serves most requests. If the host waits at
+conditionals (see `Programs.waits_at_conditionals`), there is also a variant without optional work.
+The two shapes suffice for any step, but small steps need much padding, and chunks may need more
+steps than in another shape. For each shape that is not compiled, the time that steps lose without
+it is added up. The shape is compiled in the background once this time is about the time that
+compiling takes. If the programs of the shape are on disk, they are read much sooner. Requests that
+need a new variant wait until it is compiled; other requests do not wait.
 """
 
 from collections import defaultdict
@@ -46,7 +46,7 @@ _PLAIN = Demands(edits=False, masks=False, processor=-1, logprobs=None, prompt_l
 
 
 class Ready(NamedTuple):
-    """The step shapes that are compiled for certain requests, and the programs of split rounds.
+    """The shapes and split rounds whose programs are compiled for requests with certain demands.
 
     In a split round, only some requests draft.
     """
@@ -56,12 +56,15 @@ class Ready(NamedTuple):
 
 
 class Repertoire:
-    """Decides which shapes and variants (extra work) of steps can run, and compiles more."""
+    """Decides in which shapes and variants steps can run now, and which programs to compile.
+
+    A variant is a set of request options that programs support.
+    """
 
     def __init__(
         self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
     ):
-        self.variants: list[Variant] = []  # asked for so far; the first has the least extra work
+        self.variants: list[Variant] = []  # asked for so far; the first has the fewest options
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # At least one: with zero, XLA would turn the conditional for log-probabilities into a
@@ -88,7 +91,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """Return the variant (set of extra work) that does all the work in `all_demands`."""
+        """Return the variant (set of request options) that requests with `all_demands` need."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -113,9 +116,11 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile `shapes.first`. With the option `compile_ahead`, compile all of `shapes`.
+        """Compile programs for `shapes.first`, and wait for them.
 
-        Return whether all shapes are ready.
+        With the option `compile_ahead`, compile programs for all of `shapes`. In the first call,
+        the programs support the usual variants; later, all known variants. Return whether the
+        fastest programs of the first variant are ready for all of `shapes`.
         """
         usual = self.asked_by({_PLAIN}), self.asked_by({_PLAIN._replace(edits=True)})
         variants = self.variants or list(dict.fromkeys(usual))
@@ -130,9 +135,10 @@ class Repertoire:
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Compile the programs of a variant (a set of extra work) in the background.
+        """Compile the programs of a variant (a set of request options) in the background.
 
-        With the option `compile_ahead`, wait for them.
+        With the option `compile_ahead`, wait for them. Do nothing if a known variant supports the
+        same options.
         """
         if any(covers(known, variant) for known in self.variants):
             return
@@ -175,9 +181,9 @@ class Repertoire:
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """Return the variant in which to run a plan, whose requests have `all_demands`.
 
-        A variant is a set of extra work on logits, such as log-probabilities. The result includes
-        all work that the requests need. Preferred are variants whose programs are compiled in the
-        plan's shape, then variants that an earlier request needed. Otherwise, the variant is new.
+        A variant is a set of request options, such as log-probabilities. The result includes all
+        options that the requests need. If possible, it is a known variant whose programs are
+        compiled for the plan's shape. Otherwise, it is any known variant, or else a new variant.
         """
         self._look()
         asked = self.asked_by(all_demands)
@@ -196,9 +202,8 @@ class Repertoire:
         """Record how much time a plan lost because faster programs are not compiled yet.
 
         `plan.better_shape` is a shape in which the plan would be faster. `plan.wish` is a faster
-        round, in which only some requests draft. The fields are None without such a shape or round.
-        The faster programs are compiled in the background once their absence has cost too much
-        time.
+        split round, in which only some requests draft. Each field may be None. The faster programs
+        are compiled in the background once their absence has cost too much time.
         """
         if isinstance(plan, DecodePlan) and plan.wish is not None:
             self._note_wish(plan.wish, variant, milliseconds)
@@ -227,10 +232,10 @@ class Repertoire:
         self._add_loss([program], JOINED_SAVES * milliseconds)
 
     def settle(self, allowed_ms: float) -> None:
-        """Compile in the background the programs whose absence cost the most since the last call.
+        """Compile in the background the programs whose absence cost time since the last call.
 
-        Programs whose absence cost more time come first. Programs are left out if the absence of
-        all of them together cost at most `allowed_ms`.
+        The programs whose absence cost most come first. Stop when the absence of all remaining
+        programs together cost at most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())
@@ -292,9 +297,10 @@ class Repertoire:
             programs.compile_behind(missing, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile the programs of variants (sets of extra work) for the shapes `shapes.first`.
+        """Compile the programs of variants for the shapes `shapes.first`, and wait for them.
 
-        With the option `compile_ahead`, compile them for all shapes.
+        Without the option `compile_ahead`, these are the programs of `first_programs_of`. With it,
+        they are the programs of `programs_of`, and they are compiled for all shapes.
         """
         if not self._config.compile_ahead:
             first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
@@ -312,9 +318,9 @@ class Repertoire:
             )
 
     def _ask(self, variant: Variant) -> None:
-        """Compile the programs of a variant (a set of extra work) in the background.
+        """Compile the programs of a variant (a set of request options) in the background.
 
-        First come the few programs that suffice to run it, then those that make it fast.
+        The few programs that suffice to run steps come first, then programs that make steps fast.
         """
         first = self.all_shapes.first
         least = self._programs_for_shapes(first_programs_of, [variant], first)
@@ -350,7 +356,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _covering(self, asked: Variant) -> list[Variant]:
-        """Return the known variants (sets of extra work) that include all work of `asked`.
+        """Return the known variants (sets of request options) that include all options of `asked`.
 
         Variants with masks come last if `asked` has no masks.
         """

@@ -36,8 +36,8 @@ class ReplicatedEngine:
     """Routes each request to one of several engines. Has the methods of `Engine` that LLMs use.
 
     A request goes to the replica that has seen the longest prefix of its prompt, unless this
-    replica is much busier than another. Among equal replicas, it goes to the replica with the
-    fewest unfinished samples.
+    replica is much busier than another. If several replicas have seen an equally long prefix,
+    the request goes to the replica with the fewest unfinished samples.
 
     If a step of a replica fails, the replica's requests continue on other replicas. The replica
     gets no new requests until the moved requests have ended, because one of them may have caused

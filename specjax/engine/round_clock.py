@@ -15,7 +15,7 @@ class RoundClock:
 
     Attributes:
         start: when planning of the current step began, in seconds.
-        chunk_ms: milliseconds spent on chunks since the last round.
+        chunk_ms: total milliseconds of the chunks that were read since a round was last read.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,10 @@ class RoundClock:
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
-        """Return the seconds since results were last read; None if a step was launched since."""
+        """Return the seconds since results were last read. Call this just before each launch.
+
+        Return None if no results were read since the previous call.
+        """
         read, self._read = self._read, None
         return None if read is None else time.perf_counter() - read
 

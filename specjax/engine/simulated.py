@@ -1,9 +1,9 @@
 """A simulated device, which computes no model: `LLM(..., device="simulated")`.
 
 With it, one can measure the time of everything except the model. The token at a position is the
-same in all requests, and all drafts are accepted. Limits and stop tokens end a text as usual.
-Grammars replace tokens that they do not allow. All other sampling parameters have no effect, and
-all log-probabilities are 0. Weights are loaded, but not used.
+same in all requests, and all drafts are accepted, except drafts that a grammar forbids. Limits and
+stop tokens end a text as usual. Grammars replace tokens that they do not allow. All other sampling
+parameters have no effect, and all log-probabilities are 0. Weights are loaded, but not used.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -300,5 +300,5 @@ class SimulatedPrograms:
 
 
 def _nothing(program: Program, inputs: Any, *handed: Any) -> Any:
-    """Compute nothing: return the last argument after `inputs`, or None without such arguments."""
+    """Compute nothing: return the last of the arguments `handed`, or None if there are none."""
     return handed[-1] if handed else None

@@ -25,7 +25,8 @@ class Sleeper(Protocol):
 class Sleep:
     """Puts an engine to sleep, and wakes it up.
 
-    Level 0 is awake. Level 1 frees the caches. Level 2 also moves the weights to the host.
+    Level 0 is awake. Level 1 frees the caches and all other state of requests. Level 2 also moves
+    the weights to the host.
     """
 
     def __init__(self, engine: Sleeper):

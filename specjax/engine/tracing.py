@@ -44,7 +44,7 @@ class Program:
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """The inputs that the host packs, each into one array: pairs (class, number of rows)."""
+        """For each input that the host packs into one array: its class, and the number of rows."""
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ Trees = tuple[Any, Any]  # structures of parameters and state
 class Division(NamedTuple):
     """The devices that run a program together, and which arguments are divided over them.
 
-    `are_divided` has one bool for each leaf of the program's arguments.
+    `are_divided` has one bool for each leaf of the weights, the state and the other arguments.
     """
 
     mesh: Mesh
@@ -81,9 +81,14 @@ def jitted(
 ) -> Any:
     """Return a jitted function that runs a program on packed arrays.
 
-    The function takes parameters, state and the program's arguments. It returns the next state and
-    the result. With `trees`, parameters and state are lists of leaves. Without `trees`, they are
-    nested dataclasses, through which JAX walks in every call.
+    The function takes parameters, state and the program's arguments. The first
+    `len(program.packed)` arguments are packed arrays; the others are not packed. The function
+    returns the next state and the result, in which `StepOutputs` are packed. It donates the buffers
+    of the state that it takes.
+
+    With `trees`, parameters and both states are lists of leaves. Without `trees`, they are nested
+    dataclasses, through which JAX walks in every call. With `division`, the function runs on every
+    device of the mesh (see `_on_devices`).
     """
 
     def run(params: Any, state: Any, *arguments: Any) -> Any:

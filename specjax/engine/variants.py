@@ -1,6 +1,6 @@
 """Lists the programs that run a plan, given its shape and its variant.
 
-The variant is the extra work that the plan's requests need, such as log-probabilities.
+A variant is a set of request options, such as log-probabilities, that programs support.
 """
 
 from specjax.device.drafters.drafter import Variant
@@ -26,7 +26,7 @@ FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """Return the programs that run a plan fastest, with the extra work of a variant.
+    """Return the programs that run a plan fastest, with the request options of a variant.
 
     `is_recurrent` means that the target or the drafter has recurrent states. `defers` means that a
     round without drafts does not update the drafter's cache. The program `Observe` later updates
@@ -52,9 +52,9 @@ def first_programs_of(
 ) -> list[Program]:
     """Return the programs that run a plan until its fastest programs are compiled.
 
-    A variant is a set of extra work that requests need. The returned programs are slower than those
-    that `programs_of` returns, but all variants share most of them. So requests of a new variant
-    need not wait long. Rounds run as several programs, and drafts are made without logits
+    A variant is a set of request options. The returned programs are slower than the programs that
+    `programs_of` returns, but all variants share most of them. So requests that need a new variant
+    do not wait long. Rounds run as several programs, and drafts are made without logits
     processors, so that fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
@@ -72,14 +72,14 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 def is_in_pieces(variant: Variant) -> bool:
     """Return whether rounds of a variant always run as several programs.
 
-    A variant is extra work that requests need, such as grammar masks. All variants whose rounds run
+    A variant is a set of request options, such as grammar masks. All variants whose rounds run
     as several programs share the program that runs the target.
     """
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return a variant (a set of extra work) without log-probabilities of prompts.
+    """Return a variant (a set of request options) without log-probabilities of prompts.
 
     Rounds never need these log-probabilities, so fewer programs are compiled.
     """
@@ -108,7 +108,7 @@ def of_drafts(variant: Variant) -> Variant:
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether steps of `variant` do all the extra work that `asked` contains.
+    """Return whether programs of `variant` support all request options in `asked`.
 
     Both variants or neither must have grammar masks, because a step with masks waits for the host.
     """

@@ -93,7 +93,7 @@ class DecodePlan:
 class StepPlan:
     """A step: prefill chunks of some sequences, and a decode round of prefilled sequences.
 
-    If the round is split, `decode` has the sequences that draft, and `rest` has the other ones.
+    If the round is split, `decode` has the sequences that draft, and `rest` has the others.
     """
 
     prefill: PrefillPlan | None
@@ -132,7 +132,10 @@ class OpenRound:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Record that a round or chunks, with at most `max_tokens` tokens per sequence, have ended."""
+    """Record that a round, or chunks after which tokens are sampled, are no longer in flight.
+
+    `max_tokens` is the maximum number of tokens that a sequence could gain.
+    """
     for sequence in sequences:  # a method's calls would take longer
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens

@@ -31,7 +31,7 @@ class TextWatch(Protocol):
     def append(self, tokens: Sequence[int]) -> int | None:
         """Append tokens to the output.
 
-        If one of them ends the output, return how many of them are kept, including this token. In
+        If a token ends the output, return the number of tokens up to and including this token. In
         this case, append nothing afterwards. Return None if the output goes on.
         """
         ...
@@ -90,7 +90,7 @@ class Request:
     priority: int = 0  # the lowest value goes first
     output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
     is_scored: bool = False  # whether only log-probabilities of `output_token_ids` are wanted
-    exports_features: bool = False  # whether the hidden states of the prompt's tokens are wanted
+    exports_features: bool = False  # whether to export hidden states of prompt and scored output
     references: TextIndex | None = None  # texts to draft from, which outputs may repeat
     replays: tuple[Sequence[int], ...] = ()  # earlier outputs, with its first samples' seeds
 

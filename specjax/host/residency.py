@@ -20,8 +20,8 @@ class Residency:
         snapshot_points: numbers of leading pages after which to take a snapshot of the recurrent
             states, ascending.
         branch_points: numbers of leading pages that other sequences may share with this sequence.
-        window_page: page-table index of the page with the last token before the next token to run.
-            Window pages are freed if no token from this page on reads them.
+        window_page: index, in the page table, of the page with the token before the next token to
+            run. Window pages are freed if no token from this page on reads them.
         is_on_device: whether a chunk of the sequence has been planned since its admission.
         last_step: number of the last step that ran the sequence.
     """

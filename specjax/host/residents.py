@@ -265,9 +265,10 @@ class Residents:
         return sequence.keys[: (_num_to_prefill(sequence) - 1) // self._page_size]
 
     def _pending_keys(self, sequence: Sequence, residency: Residency) -> list[PageKey]:
-        """Return the keys of the pages after which other sequences can go on.
+        """Return the keys of pages that `sequence` will compute and other sequences can reuse.
 
-        The pages are still to be computed by `sequence`.
+        A key is returned only if another sequence can continue after its page. In recurrent models,
+        this is possible only at snapshot points; with windows, only at branch points.
         """
         keys, num_found = self._known_keys(sequence), residency.num_published_pages
         if self._num_snapshots is not None:

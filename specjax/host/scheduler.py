@@ -34,9 +34,9 @@ class Scheduler:
     """Continuous batching, with prefill chunks and a decode round in the same step.
 
     Sequences with the lowest priority value go first, then sequences that ran least recently, then
-    sequences that arrived first. So all take turns if a budget is too small. A chunk gets as many
-    tokens as the budget still allows. A sequence's round runs with all its drafts or not at all, so
-    that its drafts do not depend on other requests.
+    sequences that arrived first. So sequences of equal priority take turns if a budget is too
+    small. A chunk gets as many tokens as the budget still allows. A sequence's round runs with all
+    its drafts or not at all, so that its drafts do not depend on other requests.
 
     Waiting sequences are admitted in order, with one exception: a sequence is passed over while a
     sequence ahead of it is prefilling most of the same prompt. Later, it finds the prompt's pages
@@ -420,7 +420,7 @@ class Scheduler:
         heapq.heappush(self._waiting, sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Remove a finished sequence."""
+        """Remove a finished sequence, and free its slot and pages."""
         self.suggester.finish(sequence)
         if sequence.residency is not None:
             self.residents.vacate(sequence)

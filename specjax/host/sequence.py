@@ -101,10 +101,10 @@ class Sequence:
 
     @property
     def reported(self) -> list[int]:
-        """The tokens whose log-probabilities are reported by prefill chunks.
+        """The tokens whose log-probabilities prefill chunks can report.
 
-        These are the prompt's tokens. If the request only scores a given output, they are all
-        tokens.
+        These are the prompt's tokens. If the request only scores a given output, they are the
+        tokens of the prompt and of the output.
         """
         return (
             self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
@@ -123,7 +123,7 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """The number of tokens, with the prompt, if each round in flight gives only one token."""
+        """The total number of tokens if each round or chunk in flight gives only one token."""
         return len(self.token_ids) + self.num_in_flight
 
     def max_drafts(self, k: int, length: int) -> int:

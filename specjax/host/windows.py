@@ -109,9 +109,9 @@ class WindowPages:
         Args:
             slot: the request's slot.
             page: page-table index of the page with the last token before the next token to run.
-            points: places where a later request can continue. A place is the number of leading
-                pages that the later request would take from the prefix cache. A freed page stays
-                cached only if a request that continues at such a place would read the page.
+            points: points after which a later request can continue, as numbers of leading pages. A
+                freed page stays cached only if a request that continues after one of these points
+                would read the page.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:

@@ -47,7 +47,7 @@ class Buffers:
         return [Leaf(computation, name, i) for i in range(count)]
 
     def _aliases(self, name: str, instruction: Instruction) -> Iterator[tuple[Leaf, Leaf]]:
-        """Yield the pairs of leaves that share a buffer because of an instruction."""
+        """Yield the pairs of leaves that share a buffer because of `instruction`."""
         results = self._leaves(name, instruction.name)
         inputs = [self._leaves(name, operand) for operand in instruction.operands]
         flat = [leaf for leaves in inputs for leaf in leaves]

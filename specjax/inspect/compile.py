@@ -201,7 +201,8 @@ def compile_for(
     """Compile `jitted` for the GPUs of `mesh` (see `mesh_of`) and for the shapes of `args`.
 
     `dump` is the folder that `configure` was called with. `options` are XLA's compiler options,
-    such as {"xla_gpu_enable_triton_gemm": False}. A function that is in `kept` is not compiled.
+    such as {"xla_gpu_enable_triton_gemm": False}. A function that is in `kept` is not compiled,
+    unless `kept.recompiles`. Any other function is added to `kept`.
     """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -300,14 +301,14 @@ def report(
         over: the arguments of `hlo.passes_over`, whose result is in "passes". "num_passes" then has
             two counts of passes (see hlo.py): for runs in which every conditional takes branch 0,
             and for runs in which every conditional takes branch 1. None for a report without these.
-        traffic: a dict with the keys below. "launches" then lists every kernel with its bytes. None
-            for a report without launches.
+        traffic: a dict with the keys below. The report then has the results of `hlo.launches`,
+            `hlo.large_copies` and `hlo.unknown_loops` under these names. None to leave them out.
 
     The keys of `traffic` are:
 
     - "batch", "context", "rows", "num_chosen": the fields of `CachedContext`;
-    - "rows_within": a mapping from regexes to numbers of rows. In scopes that match a regex, its
-      number replaces "rows";
+    - "rows_within": a mapping from regexes to numbers of rows. In a scope, the number of the first
+      matching regex replaces "rows";
     - "layers": a regex over names of parameters; its group matches the index of the parameter's
       layer;
     - "after": a regex over names of parameters that are read after all layers;

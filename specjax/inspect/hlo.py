@@ -62,7 +62,7 @@ class Launch:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes read and written, over all runs of the kernel."""
+        """Bytes read and written by all runs (`times`) of the kernel together."""
         return self.times * (self.num_read + self.num_written)
 
     @property

@@ -72,7 +72,7 @@ class Instruction:
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """The pairs (number of an output, number of an operand) that share a buffer."""
+        """The pairs (index of an output, index of an operand) that share a buffer."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
         return [(int(output or 0), int(operand)) for output, operand in pairs]

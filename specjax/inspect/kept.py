@@ -37,7 +37,7 @@ class Kept:
         recompiles: whether to compile every function again, and compare it with its file.
         used: a pair (arguments, report) for each function that was found in the folder. With these
             arguments, `compile_functions` compiles only this function.
-        num_compiled: how many functions were compiled because they were not found.
+        num_compiled: how many functions were compiled instead of being read from the folder.
     """
 
     folder: Path

@@ -33,7 +33,7 @@ Some models differ from these formulas:
 - A layer with a window reads only the last tokens of the context.
 - If a row uses k experts of a mixture, at most B T k experts are read, or B k in a pass that drafts
   one token.
-- Some heads compute the first draft when they observe. Then W_o has all weights of the head except
+- Some draft heads compute the first draft when they observe. Then W_o has all their weights except
   the embedding and the output head, and observing also reads the context.
 - A draft model counts like a target in each pass, and observes nothing.
 
@@ -224,7 +224,7 @@ def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
 
 
 def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
-    """Return the number of bytes that a forward pass over `num_rows` rows reads of a weight.
+    """Return how many bytes of a weight a forward pass over `num_rows` rows reads.
 
     If the weight has an array for each expert, only the experts that rows can use are read.
     """

@@ -46,7 +46,7 @@ class Array(NamedTuple):
         return math.prod(self.shape) * self.element_bytes
 
     def per(self, num_axes: int) -> int:
-        """Return the number of bytes at one index into the first `num_axes` axes."""
+        """Return the bytes of the subarray at one index into the first `num_axes` axes."""
         return math.prod(self.shape[num_axes:]) * self.element_bytes
 
 
@@ -153,9 +153,10 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
 def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
     """Return the bytes that the kernel reads, and the bytes that it writes.
 
-    It reads the projected new tokens, the weights, and from the ring of raw inputs the W - 1 tokens
-    before each request's new tokens, where W is the number of tokens that the convolution spans. It
-    writes q, v and beta of the new tokens, and these tokens' entries in the three rings.
+    It reads the projected new tokens and the weights. It also reads the raw inputs of the W - 1
+    tokens before each request's new tokens from their ring. W is the number of tokens that the
+    convolution spans. It writes q, v and beta of the new tokens, and these tokens' entries in the
+    three rings.
     """
     rings = call.in_place
     ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)

@@ -147,7 +147,7 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Layers:
-    """The kernels launched by the layers of one kind."""
+    """The kernel counts of the layers of one kind, and the kernels of a typical layer."""
 
     num_layers: int
     minimum: int  # minimum number of kernels per layer
@@ -156,7 +156,7 @@ class Layers:
 
     @property
     def collectives(self) -> tuple[Launch, ...]:
-        """The kernels with which devices exchange values."""
+        """The typical layer's kernels with which devices exchange values."""
         return tuple(one for one in self.kernels if one.kind in hlo_text.COLLECTIVES)
 
 
@@ -184,7 +184,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class ObservedLater:
-    """The program in which the drafter reads the hidden states of earlier steps without drafts."""
+    """The program in which the drafter reads the hidden states that steps without drafts kept."""
 
     num_steps: int  # maximum number of steps that are observed
     num_launches: int
@@ -218,7 +218,7 @@ class StepReport:
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """The number of kernels of the step and of each part in `PARTS`, for a greedy batch."""
+        """The number of launches in the step and in each part in `PARTS`, for a greedy batch."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times

@@ -201,7 +201,7 @@ def fit_engine(
     have the same dtype as the target's pages.
 
     Raises:
-        ValueError: sizes are not positive, or the context is above the model's maximum.
+        ValueError: sizes are not positive, or the model's maximum is below `context` + 2 (`k` + 1).
     """
     max_model_len = context + 2 * (k + 1)
     if max_model_len > target.max_position:

@@ -170,11 +170,13 @@ class ChatOptions:
         tool_choice: "auto", "none", "required", or the one function that the model must call, in
             OpenAI's form.
         parallel_tool_calls: whether a response may have several calls.
-        reasoning_effort: a variable of the chat template, like "low"; None for its default.
-        response_template: see `ChatFormat`.
+        reasoning_effort: the value of the chat template's variable `reasoning_effort`, like "low";
+            None for the template's default.
+        response_template: see `ChatFormat`, which also checks it.
 
     Raises:
-        ValueError: an option is malformed, or two options contradict each other.
+        ValueError: another option than `response_template` is malformed, or two options contradict
+            each other.
     """
 
     tools: list[dict[str, Any]] | None = None
@@ -199,16 +201,15 @@ class ChatOptions:
 
     @classmethod
     def split(cls, given: Mapping[str, Any]) -> "tuple[ChatOptions, dict[str, Any]]":
-        """Divide `given` into `ChatOptions`, made from the items that are options, and the rest."""
+        """Return `ChatOptions` with the options in `given`, and a mapping with all other items."""
         names = {one.name for one in fields(cls)}
         rest = {name: value for name, value in given.items() if name not in names}
         return cls(**{name: value for name, value in given.items() if name in names}), rest
 
     def variables(self, given: Any) -> Any:
-        """Return a chat template's variables, `given`, with `reasoning_effort` added.
+        """Add `reasoning_effort`, if it is set, to the chat template's variables `given`.
 
-        Without an effort, or if `given` is not a mapping, `given` is returned unchanged; None
-        becomes an empty mapping.
+        None counts as an empty mapping. If `given` is not a mapping, it is returned unchanged.
 
         Raises:
             ValueError: the variables already have a different effort.
@@ -248,8 +249,8 @@ class Chat:
         Args:
             sampling_params: a `SamplingParams` for all conversations, or a list with one per
                 conversation.
-            variables: further variables of the chat template, or None.
-            rendering: further arguments of `render_conversations`.
+            variables: variables of the chat template besides `reasoning_effort`, or None.
+            rendering: all other arguments of `render_conversations`.
 
         Raises:
             ValueError: an argument is malformed or not supported.

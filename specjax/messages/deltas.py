@@ -80,7 +80,7 @@ class Calls:
             self._new.append(CallDelta(index, text))
 
     def take(self) -> tuple[CallDelta, ...]:
-        """Return what was added to calls since the previous `take`."""
+        """Return the deltas of all calls to which text was added since the previous `take`."""
         new, self._new = tuple(self._new), []
         return new
 

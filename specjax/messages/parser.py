@@ -81,9 +81,9 @@ class ResponseParser:
 
     @property
     def reasoning_spans(self) -> list[tuple[int, int]]:
-        """The start and end index of each finished passage of reasoning in the generated text.
+        """The start and end character index of each finished reasoning passage in the output.
 
-        The texts that mark the beginning and the end, like "<think>", are outside of this range.
+        The texts that mark the beginning and the end, like "<think>", are outside of the passage.
         """
         given = self._num_given
         return [(max(0, start - given), max(0, end - given)) for start, end in self._reasoning]

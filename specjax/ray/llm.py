@@ -168,7 +168,8 @@ class RayLLM:
 
         For the arguments and errors, see `RolloutEngine.update_weights`. The weights are put in the
         object store once for all workers. A worker replaces its weights between two steps, and its
-        unfinished requests continue with the new weights. Return the result of the slowest worker.
+        unfinished requests continue with the new weights. Return the `WeightUpdate` of the worker
+        that took the longest.
         """
         return self._pool.update_weights(weights, version, drafter=drafter)
 

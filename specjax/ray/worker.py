@@ -74,7 +74,7 @@ class RayWorker:
     async def update(
         self, method: str, weights: Any, version: int, *, drafter: Any
     ) -> tuple[WeightUpdate, int]:
-        """Replace the weights; return the result and the drafter's new version.
+        """Replace the weights; return the `WeightUpdate` and the drafter's version after it.
 
         `method` is not used, because `WorkerPool.update` always passes "update_weights".
         """

@@ -44,7 +44,7 @@ class OnlineDistiller:
     """The trainable copy of an engine's drafter, in float32, with its optimiser's state.
 
     If other code has replaced the engine's drafter, `refit` and `save` continue from the new
-    drafter, with a new optimiser state. The count of steps continues.
+    drafter, with a new optimiser state. `num_steps` is not reset.
 
     Args:
         engine: an engine with an EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or DFlash-family drafter.
@@ -54,8 +54,8 @@ class OnlineDistiller:
         length: the maximum number of tokens of a rollout to train on. The target computes hidden
             states of the whole rollout. If the rollout is longer than `length`, training drops the
             beginning of the prompt first, then the end of the output.
-        num_unrolled: the number of consecutive draft tokens that are trained together. It is fixed
-            for EAGLE-1 (one) and for Medusa (one per head).
+        num_unrolled: the number of consecutive draft tokens that the loss covers at each position.
+            It has no effect for EAGLE-1 (always one) and Medusa (always one per head).
         memory: the maximum number of recent rollouts to keep. Later refits train on them, too.
         seed: the seed of the order of rollouts and of random numbers in the loss.
 
@@ -103,17 +103,20 @@ class OnlineDistiller:
 
     @property
     def num_steps(self) -> int:
-        """The total number of steps of all refits."""
+        """The number of training steps in all refits. `restore` sets it to the checkpoint's."""
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
         """Train on the target's hidden states for rollouts, and update the engine's drafter.
 
         Training uses `rollouts` and the newest rollouts of earlier refits, at most `memory` in all.
-        The current target computes the hidden states of all these rollouts.
+        Rollouts without output tokens are ignored. The current target computes the hidden states.
+
+        Args:
+            steps: the number of training steps.
 
         Raises:
-            ValueError: there are no rollouts with tokens, or `steps` is not positive.
+            ValueError: no rollouts with output tokens remain, or `steps` is not positive.
             RuntimeError: the engine's drafter was replaced during the refit. The engine keeps the
                 new drafter.
         """
@@ -224,9 +227,9 @@ class OnlineDistiller:
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Continue from the engine's drafter if something else has replaced it since the last call.
+        """Continue from the engine's drafter if code outside of this class has replaced it.
 
-        The new drafter is trained with a new optimiser state. The count of steps continues.
+        The new drafter is trained with a new optimiser state. `num_steps` is not reset.
         """
         version = self._engine.drafter_version  # read before the weights, which may become newer
         if version != self._version:
@@ -235,10 +238,10 @@ class OnlineDistiller:
             self._version = version
 
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
-        """Yield each document's features (hidden states), computed by the current target.
+        """Yield each rollout's features (hidden states), computed by the current target.
 
-        Features are computed in batches, because the features of all documents at once could take
-        too much memory: documents may be much longer than `length`.
+        `documents` are the rollouts. Features are computed in batches, because the features of all
+        rollouts at once could take too much memory: rollouts may be much longer than `length`.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [
@@ -282,7 +285,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the newest checkpoint's arrays, in a tree like `own`, and its JSON items.
 
-    `own` has the arrays that the engine would save; see `OnlineDistiller._arrays`.
+    `own` is the result of `OnlineDistiller._arrays` for the engine in use.
 
     Raises:
         ValueError: there is no checkpoint, or its arrays do not match `own`.
@@ -315,7 +318,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _check_shapes(
     folder: Path, saved: Mapping[str, str], own: Mapping[str, str], max_shown: int = 4
 ) -> None:
-    """Raise a ValueError that lists the differences if a checkpoint belongs to other models."""
+    """Raise a ValueError that lists arrays whose dtype or shape differs from the engine's."""
     names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if names:
         lines = [

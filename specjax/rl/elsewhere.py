@@ -17,10 +17,10 @@ from specjax.rl.weights import read_update, stage_drafter, stage_target
 def check_folders(engine: Engine, *given: Weights) -> None:
     """Check that the engine's other processes, if any, can read the weights in `given`.
 
-    Other processes can read weights only from a folder. An entry None means no weights.
+    Other processes can read weights only from a folder. None means no weights.
 
     Raises:
-        ValueError: there are other processes, and an entry is neither a folder nor None.
+        ValueError: there are other processes, and one of `given` is neither a folder nor None.
     """
     count = engine.engines[0].programs.num_processes
     for weights in given:

@@ -195,11 +195,7 @@ class RolloutEngine:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Raise the errors that `generate` would raise for these arguments, without generating.
-
-        Raises:
-            ValueError: a prompt or parameter is not supported.
-        """
+        """Raise the errors that `generate` would raise for these arguments, without generating."""
         self._loop.check_ready()
         self._starts.make(prompts, sampling_params, counts=False)
 
@@ -213,14 +209,14 @@ class RolloutEngine:
         """Score given tokens with the target's weights, by the same forward pass as generation.
 
         Args:
-            samples: rollouts, or pairs of token ids (prompt, completion).
+            samples: rollouts, or pairs (prompt, completion) of lists of token ids.
             sampling_params: parameters that determine the distribution. If None, a rollout is
                 scored with its own parameters, and a pair in the model's own distribution.
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: there are too many tokens or unknown tokens; raised before scoring.
-            RuntimeError: the device failed.
+            ValueError: a sample or a parameter is not supported; raised before scoring.
+            RuntimeError: scoring ended early, for example because the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
         scored = iter(self._loop.complete([request for request in requests if request]))
@@ -237,11 +233,7 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> None:
-        """Raise the errors that `score` would raise for these arguments, without scoring.
-
-        Raises:
-            ValueError: some tokens cannot be scored.
-        """
+        """Raise the errors that `score` would raise for these arguments, without scoring."""
         self._make_scored(samples, sampling_params, features)
 
     def update_weights(
@@ -260,15 +252,15 @@ class RolloutEngine:
         Args:
             weights: a tree like `params.target`; nested mappings or an nnx.State with the same
                 paths; pairs (name, array) or a mapping, with Hugging Face names; or a folder (see
-                `read_weights`). With Hugging Face names, the first update compiles conversions of
-                layouts. Floating-point arrays are cast to the engine's dtypes. If the engine's
-                weights are quantised, plain weights are rounded to the same formats. Buffers such
-                as `e_score_correction_bias` can be absent, and then keep their values. With an MTP
-                drafter, tensors mtp.* also update the drafter.
+                `read_weights`). With Hugging Face names, the first update compiles programs that
+                convert the layouts. Floating-point arrays are cast to the engine's dtypes. If the
+                engine's weights are quantised, plain weights are rounded to the same formats.
+                Buffers such as `e_score_correction_bias` can be absent, and then keep their
+                values. If the drafter is an MTP module, tensors mtp.* also update the drafter.
             version: the new version, above the current version; None for the next integer.
             pause: how rollouts in flight are handled. "abort" ends them with their tokens so far.
-                "wait" finishes them first; a paused engine refuses it. "keep" continues them after
-                the update: their cache is recomputed, and new weights sample their next tokens.
+                "wait" finishes them first; it is refused if no step can run. "keep" continues them
+                after the update: their cache is recomputed, and new weights sample the next tokens.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
@@ -292,8 +284,8 @@ class RolloutEngine:
         """Replace the drafter's weights from the next step on; outputs keep their distribution.
 
         Args:
-            weights: a tree like `params.drafter`, or another form as for `update_weights`, with
-                the names of the drafter's published checkpoint.
+            weights: as for `update_weights`. A tree has the paths of `params.drafter`, and named
+                arrays have the names of the drafter's published checkpoint.
             pause: as for `update_weights`.
 
         Raises:
@@ -365,7 +357,7 @@ class RolloutEngine:
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
-        """Return the draft acceptance of each pair of target and drafter versions, newest last."""
+        """Return draft acceptance for each pair of target and drafter versions, newest last."""
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:

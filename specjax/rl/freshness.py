@@ -26,7 +26,7 @@ class VersionAcceptance:
         num_tokens: the number of generated tokens.
         num_drafts: the number of drafts. A draft is all draft tokens of one request in one round.
         mean_acceptance_length: the mean number of tokens that a request gains in a round with
-            drafts: the accepted draft tokens and one token of the target.
+            drafts: the accepted draft tokens and one token of the target. 1 without drafts.
         acceptance_rate_per_pos: for each position in a draft, the fraction of draft tokens that
             were accepted. A draft token after a rejected one counts as not accepted.
         k_histogram: the number of rounds for each K, the maximum number of draft tokens per request
@@ -76,7 +76,7 @@ class Freshness:
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """Return the draft acceptance of each period in which the weights did not change.
+        """Return the draft acceptance of each period, oldest first, including the current period.
 
         `mark` has the engine's current counters and versions.
         """

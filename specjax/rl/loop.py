@@ -36,7 +36,7 @@ class Loop:
 
     Attributes:
         turns: the engine's lock. A method's docstring says if its caller must hold the lock.
-        version: the version of the engine's weights.
+        version: the version of the target's weights.
         is_torn: whether the weights mix two versions, because an update failed half-way.
         is_closed: whether `close` was called.
     """
@@ -65,9 +65,10 @@ class Loop:
         other rollouts can be drafted from it.
 
         Raises:
-            RolloutError: the device failed, a weight update failed half-way, or this thread has
-                stopped the loop. The error is raised after all rollouts were yielded.
-            RuntimeError: the engine was closed, or its weights mix two versions from the start.
+            RolloutError: the device failed, a weight update failed half-way, or the calling thread
+                has stopped the loop itself. The error is raised after all rollouts were yielded;
+                unfinished rollouts have their tokens so far.
+            RuntimeError: the engine was closed, or its weights mixed two versions before the call.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -93,8 +94,8 @@ class Loop:
         """Run requests to completion and return their samples.
 
         Raises:
-            RuntimeError: the device failed, a weight update failed half-way, this thread has
-                stopped the loop, or the engine was closed.
+            RuntimeError: the device failed, a weight update failed half-way, the calling thread has
+                stopped the loop itself, or the engine was closed.
         """
         with self._queued(requests, list) as samples:
             while not all(sample.is_finished for sample in samples):
@@ -125,7 +126,7 @@ class Loop:
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Prepare for new weights: end all steps in flight, and handle unfinished rollouts.
+        """Wait for the steps in flight, and handle unfinished rollouts as `pause` says.
 
         The caller must hold the lock `turns`.
 
@@ -249,11 +250,11 @@ class Loop:
     def _step_until(self, is_done: Callable[[], bool]) -> None:
         """Wait until the lock is free and the loop is not stopped, then run one step.
 
-        If `is_done()` becomes true before that, return without running a step. If the step fails,
-        the error is recorded for all calls with unfinished requests, including this call.
+        If `is_done()` becomes true before the step, return without running it. If the step fails,
+        no error is raised here, but the error is recorded for all unfinished requests.
 
         Raises:
-            RuntimeError: see `check_ready`, or this thread has stopped the loop itself.
+            RuntimeError: see `check_ready`, or the calling thread has stopped the loop itself.
         """
         me = threading.current_thread()
         with self.turns:

@@ -130,7 +130,7 @@ class ArrayRule:
             )
 
     def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
-        """Yield the pair (name, tensor) of each tensor in an array.
+        """Yield a pair (name, tensor) for each tensor of the checkpoint that the array becomes.
 
         `matched` has the text that each "*" of the rule's path pattern matched.
         """
@@ -147,13 +147,13 @@ def transposed(array: Any) -> Any:
 
 
 def from_heads(array: Any) -> Any:
-    """Convert the weight of a projection to heads: [D, heads, size] becomes [heads * size, D]."""
+    """Convert a weight [D, heads, size], as of a query projection, to [heads * size, D]."""
     dim, heads, size = array.shape
     return array.reshape(dim, heads * size).T
 
 
 def to_heads(array: Any) -> Any:
-    """Convert the weight of a projection from heads: [heads, size, D] becomes [D, heads * size]."""
+    """Convert a weight [heads, size, D], as of an output projection, to [D, heads * size]."""
     heads, size, dim = array.shape
     return array.reshape(heads * size, dim).T
 

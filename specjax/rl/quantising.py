@@ -31,7 +31,7 @@ class Origin(Protocol):
 
     @property
     def rounding(self) -> tuple[str, jax.Array] | None:
-        """The name and relative error of the weight that `copy` quantised, or None if none."""
+        """The name and relative error of the weight that `copy` quantised; None if it did not."""
         ...
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
@@ -63,7 +63,7 @@ class Quantising:
         return [None if _stays(x) else QuantisedArray(self, i) for i, x in enumerate(leaves)]
 
     def make(self, number: int, sharding: Sharding) -> jax.Array:
-        """Return array `number` of the quantised weight. Each array can be returned once.
+        """Return array number `number` of the quantised weight. Call this once per array.
 
         The call for array 0 quantises the weight, so this call must be the first.
         """

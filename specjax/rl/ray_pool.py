@@ -107,9 +107,10 @@ class WorkerPool:
     def change_all(
         self, change: Callable[[WorkerState], WorkerState], method: str, *args: Any
     ) -> None:
-        """Call a method of every worker's engine, and set the state of later workers.
+        """Call a method of every worker's engine, and then change the state for new workers.
 
-        `change(state)` returns this state; `state` is the state so far.
+        `change` takes the old state and returns the new state. If a call raises an error, the state
+        stays unchanged.
         """
         with self._replacing:  # a worker that is replaced meanwhile would have the old state
             self.call_all(method, *args)
@@ -127,7 +128,7 @@ class WorkerPool:
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
         """Call an update method of every worker's engine. Either all engines change, or none does.
 
-        Return the result of the update on the slowest worker, and the drafter's new version.
+        Return the `WeightUpdate` that took the longest, and the drafter's version after the update.
         """
         outcomes: list[Any] = [None] * len(self.workers)
         try:
@@ -146,7 +147,7 @@ class WorkerPool:
     ) -> WeightUpdate:
         """Replace the weights of every worker's target, or of none; see `update`.
 
-        `options` are further options of the workers' method `update_weights`.
+        `options` are passed to the workers' method `update_weights`.
         """
         placed = self.place(weights)
         own = None if drafter is None else self.place(drafter)
@@ -182,20 +183,21 @@ class WorkerPool:
         send: Callable[[Any, int, Sequence[int]], Any],
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Run groups of work items on free workers; yield the pair (place, value) of each item.
+        """Run groups of work items on free workers; yield a pair (index, value) for each item.
 
         Args:
             name: what to call a work item in error messages.
-            groups: for each group, the places (indices) of the items that one worker gets together.
-            send: the function that sends a group's items to a worker. `send(worker, label, places)`
-                returns the Ray reference of the worker's result. `label` identifies this call of
-                `run`.
-            read: the function that splits a worker's result. `read(places, result)` returns one
-                value per place.
+            groups: for each group, the indices of the items that one worker gets together.
+            send: the function that sends a group's items to a worker. `send(worker, label,
+                indices)` returns the Ray reference of the worker's result. `label` identifies this
+                call of `run`.
+            read: the function that splits a worker's result. `read(indices, result)` returns one
+                value per index.
 
         Raises:
             WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
-            RolloutError: a device failed; raised after the available values were yielded.
+            RolloutError: a worker's generation ended early, or the engine of a new worker could not
+                be built. The values of a group that ended early are yielded before the error.
             RuntimeError: the workers are asleep, or the pool is closed.
         """
         label = next(self._labels)
@@ -309,7 +311,7 @@ class WorkerPool:
         reference: Any,
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Yield a group's (place, value) pairs, or queue the group again if its worker died."""
+        """Yield a group's (index, value) pairs, or queue the group again if its worker died."""
         places = done.group.places
         try:
             answer = self._get(reference)

@@ -105,8 +105,8 @@ class RayRollouts:
             ValueError: a prompt or parameter is not supported.
             WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced. The
                 error has all finished rollouts.
-            RolloutError: a device failed. The error has the rollouts of that device's worker, and
-                all finished rollouts.
+            RolloutError: the generation of a worker ended early. The error has all rollouts of
+                that worker's group so far, and all finished rollouts of other groups.
         """
         answers: dict[int, list[Rollout]] = {}
         try:
@@ -227,7 +227,9 @@ class RayRollouts:
     def _continue(
         self, prompts: Any, sampling_params: Any, history: RolloutHistory | None, reuse_noise: float
     ) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield a pair (index, samples) for each prompt or rollout, as soon as it is finished.
+        """Return an iterator of pairs (index, samples), one for each prompt or rollout.
+
+        The pairs of a group of prompts come as soon as the group is finished.
 
         Raises:
             ValueError: as for `RolloutEngine.check`, before generation.

@@ -126,7 +126,10 @@ class RolloutBatch(Sequence[Rollout]):
 
     @classmethod
     def ordered(cls, rollouts: Iterable[tuple[tuple[int, int], Rollout]]) -> "RolloutBatch":
-        """Return the rollouts of pairs (place, rollout), in the order of their places."""
+        """Return the rollouts of pairs (place, rollout), sorted by place.
+
+        A place is a pair: the index of the prompt in the call, and the index of the sample.
+        """
         return cls(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
 
     def __init__(self, rollouts: Iterable[Rollout]):
@@ -145,7 +148,7 @@ class RolloutBatch(Sequence[Rollout]):
 
     @property
     def quantization(self) -> str | None:
-        """All values of `Rollout.quantization`, joined by commas; None if all are None."""
+        """The distinct values of `Rollout.quantization`, joined by commas; None if all are None."""
         return ", ".join(sorted({one.quantization for one in self if one.quantization})) or None
 
     @property

@@ -28,7 +28,7 @@ class Start(NamedTuple):
 class StartMaker:
     """Makes requests, and numbers their prompts consecutively over all calls.
 
-    A prompt's number determines its seed, unless its parameters have a seed.
+    A prompt's number determines its default seed, which is used if its parameters have no seed.
     """
 
     def __init__(self, request_maker: RequestMaker):
@@ -41,11 +41,13 @@ class StartMaker:
         """Return a `Start` for each prompt, or for each rollout to resume.
 
         Args:
-            counts: whether to count the prompts, which changes the seeds of later prompts. False if
-                the prompts are only checked.
+            counts: whether to count the prompts; False to only check them. Counted prompts shift
+                the default seeds of later prompts. Rollouts are never counted.
 
         Raises:
-            ValueError: a prompt or rollout is not supported.
+            ValueError: a prompt, rollout or parameter is not supported; prompts and rollouts are
+                mixed; `sampling_params` are given for rollouts; or there are more or fewer
+                `sampling_params` than prompts.
         """
         listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)
         are_rollouts = [isinstance(one, Rollout) for one in listed]

@@ -125,7 +125,7 @@ class TunixRollout:
         end-of-sequence token, if any.
 
         Args:
-            kwargs: further fields of `SamplingParams`.
+            kwargs: fields of `SamplingParams` that `rollout_config` does not set.
 
         Raises:
             ValueError: a setting is not supported, or a prompt does not fit.

@@ -161,10 +161,11 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Orig
 def read_update(
     weights: Weights, drafter_weights: Weights, params: Params, drafter: Drafter
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return the target's new arrays by name, and the drafter's new arrays by name or None.
+    """Return the new arrays by name, for the target and for the drafter.
 
-    If `drafter_weights` is None, and `weights` have no weights of an MTP drafter, the second result
-    is None: the drafter keeps its arrays. `params` are the engine's weights.
+    If `drafter_weights` is None, and `weights` have weights of the engine's MTP drafter, both
+    results are the arrays of `weights`. If they have none, the second result is None: the drafter
+    keeps its arrays. `params` are the engine's weights.
 
     Raises:
         ValueError: weights cannot be read, or are not finite.

@@ -132,7 +132,7 @@ def render(
 def _known_keys(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages without unknown keys, and log the names of these keys.
 
-    A conversation can contain messages that the server has generated. They have further keys, which
+    A conversation can contain messages that the server has generated. Those messages have keys that
     templates do not need.
     """
     unknown = {key for one in messages for key in one if key not in MESSAGE_KEYS and one[key]}

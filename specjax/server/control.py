@@ -31,16 +31,16 @@ _HEADER_BYTES = 2**24  # of a safetensors file's table of tensors
 
 
 def max_bytes(params: Params) -> int:
-    """Return the maximum number of bytes of an engine's weight update, summed over its parts."""
+    """Return the maximum number of bytes of a whole weight update, which may come in parts."""
     num_weights = sum(leaf.size for leaf in jax.tree.leaves(plain_shapes(params)))
     return MAX_BYTES_PER_WEIGHT * num_weights + _HEADER_BYTES
 
 
 @dataclass
 class Gathering:
-    """The arrays, by name, that the parts of an unfinished weight update have brought so far.
+    """The arrays, by name, that have arrived so far in the parts of an unfinished weight update.
 
-    `is_drafter` says whether they are weights of the drafter or of the target.
+    If `is_drafter` is true, the update is for the drafter, else for the target.
     """
 
     is_drafter: bool
@@ -69,7 +69,7 @@ class Control:
 
     Attributes:
         turn: a lock; requests that change the engine hold it.
-        gathering: the parts so far of an unfinished update; None while no update has started.
+        gathering: the arrays so far of an update in parts; None while no such update has started.
         operations: counts and times of updates and pauses so far.
         sleep_level: 0 while the engine is awake; see `LLM.sleep`.
     """
@@ -92,12 +92,13 @@ class Control:
 
         Args:
             mode: what happens to unfinished requests. "abort" ends them with their tokens so far.
-                "wait" finishes them before the pause. "keep" continues them after `resume`. During
-                the pause, "keep" queues new requests; the other modes refuse them with status 503.
+                "wait" finishes them before the pause. "keep" continues them after `resume`. From
+                the call until `resume`, "abort" and "wait" refuse new requests with status 503.
+                "keep" queues new requests, unless an earlier `pause` already refuses them.
 
         Raises:
-            ValueError: `mode` is unknown. Or it is "wait", but requests cannot finish, because the
-                engine is already stopped.
+            ValueError: `mode` is unknown. Or it is "wait", and there are unfinished requests, which
+                cannot finish because the engine is already stopped.
         """
         await self._stop(PAUSED, mode)
         self.operations.pause()
@@ -108,7 +109,10 @@ class Control:
         self.operations.resume()
 
     async def sleep(self, level: int, mode: str) -> None:
-        """Free the device's memory until `wake_up`; see `LLM.sleep`. For `mode`, see `pause`.
+        """Free the device's memory until `wake_up`; see `LLM.sleep`.
+
+        `mode` says what happens to unfinished requests; see `pause`. While the engine is asleep,
+        new requests are refused with status 503 in every mode.
 
         Raises:
             ValueError: `mode` is refused as in `pause`, or `level` is neither 1 nor 2.
@@ -140,10 +144,11 @@ class Control:
     async def update(
         self, weights: Any, version: int | None, *, is_drafter: bool = False
     ) -> WeightUpdate:
-        """Replace the target's weights, or the drafter's; see `OnlineWeights.update`.
+        """Replace the target's weights or, if `is_drafter`, the drafter's weights.
 
-        If the update fails half-way, unfinished requests end with their tokens so far, and new
-        requests are refused until an update succeeds.
+        See `OnlineWeights.update`. If an update of the target fails half-way, unfinished requests
+        end with their tokens so far. New requests are refused until an update of the target
+        succeeds.
         """
         target, drafter = (None, weights) if is_drafter else (weights, None)
         try:
@@ -254,7 +259,7 @@ class Control:
 
 
 async def _timed(parts: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
-    """Yield the parts. Raise TimeoutError if a part takes longer than `seconds`."""
+    """Yield the parts of a body. Raise TimeoutError if a part takes longer than `seconds`."""
     while True:
         async with asyncio.timeout(seconds):
             part = await anext(parts, None)

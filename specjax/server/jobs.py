@@ -26,11 +26,11 @@ class AnswerForm(Protocol):
     chunk_object: str
 
     def openings(self, prompt: int) -> Iterable[Any]:
-        """Return choices to send before a prompt's first tokens."""
+        """Return the choices to stream before the first output of prompt number `prompt`."""
         ...
 
     def parts(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
-        """Return the choices to stream for an output, which has each sample's new tokens."""
+        """Return the choices to stream for an output, which has only new tokens of samples."""
         ...
 
     def wholes(self, prompt: int, output: RequestOutput) -> Iterable[Any]:
@@ -38,7 +38,7 @@ class AnswerForm(Protocol):
         ...
 
     def extras(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return further fields of a response that is not streamed, by name."""
+        """Return, by name, additional fields of a response that is not streamed."""
         ...
 
     def token_details(self) -> dict[str, int] | UnsetType:

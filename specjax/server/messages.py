@@ -63,7 +63,7 @@ class SampleMessage:
             )
 
     def _num_tokens(self, end: int) -> int:
-        """Return how many of the first tokens are needed for a text of `end` characters."""
+        """Return the smallest number of first tokens whose text has at least `end` characters."""
         tokens = self._token_ids
         counts = range(len(tokens) + 1)
         return bisect_left(counts, end, key=lambda count: len(self._decode(tokens[:count])))

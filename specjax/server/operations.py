@@ -15,8 +15,8 @@ class Operations:
     """Counts of weight updates and pauses. Change it only on the event loop.
 
     Attributes:
-        durations: the seconds of weight-update requests, by the path of the endpoint. Failed
-            requests are left out.
+        durations: a histogram of the seconds that a weight-update request takes, for each endpoint
+            by name. Failed requests are left out.
         num_in_flight: number of weight-update requests that have not been answered.
         num_updates: number of completed updates of the target's and of the drafter's weights.
         num_pauses: number of times that the engine was paused.

@@ -63,11 +63,12 @@ def read_params(
 
 
 def of_value(error: ValueError, request: Any, other: str | None = None) -> APIError:
-    """Return the error to send to the client for a refused value. `error` tells why it was refused.
+    """Return the `APIError` for a value of the request that `error` refuses.
 
-    `error` usually begins with the name of a field of `SamplingParams`. If the request has another
-    name for this field, the result has the request's name. The result's `param` is the field's name
-    in the request, or `other` if the request has no such field.
+    The text of `error` usually begins with the name of a field of `SamplingParams`. In the result,
+    this name is replaced by the name of the field in the request, which may differ (see
+    `GenerationFields.renamed`). The result's `param` is the field that the text names. If the
+    request has no such field, `param` is `other`.
     """
     message = str(error)
     names = getattr(request, "renamed", {})

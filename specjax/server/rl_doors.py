@@ -79,9 +79,9 @@ def _route(
 ) -> DescribedRoute:
     """Return an endpoint whose responses are JSON.
 
-    The function `door` returns the body of a response. If `door` raises a ValueError, the response
-    has status 400. If `is_update` is true, the request is timed as a weight update. `classes` are
-    further arguments of `DescribedRoute`.
+    The function `door` handles a request, and returns the body of the response. If `door` raises a
+    ValueError or ImportError, the response has status 400. If `is_update` is true, requests are
+    timed as weight updates. `classes` are passed to `DescribedRoute`.
     """
 
     async def answer(request: Request) -> Response:
@@ -187,7 +187,7 @@ async def _start_drafter(service: Service, control: Control, request: Request) -
 
 
 async def _update(service: Service, control: Control, request: Request) -> Any:
-    """Add weights to the update that has started, or else replace the target's weights now."""
+    """Add weights to the update in parts. If none has started, replace the target's weights."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     weights: Any
     if content_type in JSON_TYPES:

@@ -15,7 +15,7 @@ class RoundReports:
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
 
     def of(self, index: int, sample: CompletionOutput) -> list[DraftRound]:
-        """Return the rounds that produced the new tokens in `sample`, the sample number `index`."""
+        """Return the rounds of the new tokens in `sample`. `index` is the sample's index."""
         known = self._token_ids[index]
         start = len(known)
         known += sample.token_ids

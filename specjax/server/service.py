@@ -121,8 +121,9 @@ class Service:
         At most one thread works on a large body, so that small bodies need not wait for large ones.
 
         Raises:
-            APIError: `work` raised a ValueError, or too many large bodies are waiting. `param` is
-                the field that caused a ValueError, unless the error names another field.
+            APIError: `work` raised a ValueError, or too many large bodies are waiting. The client
+                sees the argument `param` as the wrong field, unless the ValueError names another
+                field.
         """
         try:
             if request.state.num_bytes < LONG_BYTES:

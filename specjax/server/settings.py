@@ -183,8 +183,8 @@ class ServerSettings:
     def read_chat_template(self) -> str | None:
         """Return the chat template in the setting `chat_template`, or None.
 
-        If the setting is the path of a file, return the file's text. Otherwise, return the setting
-        itself. A setting with a brace is a template, and one without is a template's name.
+        A setting that contains "{" is a template. Any other setting is the path of a file, whose
+        text is returned, or the name of a template, which is returned as it is.
         """
         given = self.chat_template
         if given is None or "{" in given or not Path(given).is_file():
@@ -192,9 +192,9 @@ class ServerSettings:
         return Path(given).read_text()
 
     def read_response_template(self) -> str | Mapping[str, Any] | None:
-        """Return the setting `response_template`: a format's name, or the content of the file.
+        """Return the response template: a format's name, or the mapping in the setting's file.
 
-        Return None without this setting.
+        Return None if `response_template` is not set.
 
         Raises:
             ValueError: the setting is neither a format's name nor a file with a valid template.

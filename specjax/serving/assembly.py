@@ -77,7 +77,7 @@ class Plan:
     speculation: SpeculativeConfig | None
     profile: Profile | None  # the profile from which K is chosen, if any
     drafter: Drafter
-    drafter_params: Any  # shapes if the drafter's weights are not known (see `open_drafter`)
+    drafter_params: Any  # only shapes if there is no placement, or no weights (see `open_drafter`)
     weights: int  # bytes of weights that are not loaded yet, and of copies for kernels
     chooses_snapshots: bool = False  # whether num_snapshots depends on the free memory
 
@@ -100,9 +100,10 @@ class Plan:
         return sum(x.size * x.dtype.itemsize for x in each)
 
     def cache_bytes(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """Return the bytes of the target's caches and of the drafter's caches, as a pair.
+        """Return the `CacheBytes` of the target, and the `CacheBytes` of the drafter.
 
-        `dtype` is the dtype of pages that are not stored in 8 bits.
+        These are bytes per page, per request slot, and per page of each window's layers. They are
+        counted on each device. `dtype` is the dtype of pages that are not stored in 8 bits.
         """
         target, config = self.source.target, self.config
         sizes = config.page_size, self.num_drafts, dtype
@@ -113,7 +114,11 @@ class Plan:
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
-        """Return the config with as many pages and snapshots as the device's memory has room for.
+        """Return the config with the final numbers of pages and snapshots.
+
+        If `num_pages` is None, there are pages for every request at full length, or as many as fit
+        in the device's memory. If `num_snapshots` is not set, it gets the default; see
+        `EngineNeeds.usual_snapshots`.
 
         Raises:
             ValueError: `num_pages`, or a single request, does not fit.
@@ -132,7 +137,10 @@ class Plan:
 
 
 class Replica(NamedTuple):
-    """One replica's weights, policy (chooses K), suggester (of drafts from texts) and devices."""
+    """A replica's weights, its policy (which chooses K), its suggester and its devices.
+
+    The suggester drafts from texts.
+    """
 
     params: Params
     policy: Policy
@@ -204,9 +212,9 @@ def make_plan(
 ) -> Plan:
     """Return a plan: choose the engine's sizes, and open the drafter.
 
-    `sizes` are further options of `EngineConfig`. The drafter's parameters are placed by
-    `placement`, by default on `default_device`. `log` is called with lines of text about the
-    drafter's files.
+    `sizes` are all other options of `EngineConfig`. The drafter's parameters are loaded onto the
+    devices of `placement`. If it is None, the plan has only the shapes of the parameters. `log` is
+    called with lines of text about the drafter's files.
 
     Raises:
         ValueError: options contradict each other, or do not fit the model or the device's memory.
@@ -367,9 +375,9 @@ def _load(source: ModelSource, dtype: str, placement: Placement, log: Log) -> An
 
 
 def _placements(num_replicas: int, size: int, hosts: Hosts | None) -> list[Placement]:
-    """Return the placement of each replica, which has `size` devices.
+    """Return the placement of each replica. Each replica has `size` devices.
 
-    If there are several processes, each of them contributes the same number of devices.
+    If there are several processes, each process contributes the same number of devices.
     """
     devices = jax.local_devices()
     if hosts is not None:

@@ -125,8 +125,8 @@ def make_config(
 ) -> EngineConfig:
     """Return an engine's config, with the device's defaults instead of None.
 
-    If `num_pages` is None, the config has the pages of one request. The final number depends on the
-    drafter, which is not known yet.
+    If `num_pages` is None, the config has the pages that one request of full length needs. The
+    final number depends on the drafter, which is not known yet.
 
     Raises:
         ValueError: sizes contradict each other or do not fit the model.

@@ -24,7 +24,7 @@ SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their
 
 
 class CacheBytes(NamedTuple):
-    """The bytes that a cache takes, on each device, for each page and for each request."""
+    """The bytes per page and per request slot that a cache takes on each device."""
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
@@ -35,11 +35,11 @@ class CacheBytes(NamedTuple):
 
     @property
     def per_full_page(self) -> int:
-        """The bytes per page of the layers without a window."""
+        """The bytes that one page takes in all layers without a window."""
         return self.per_page - sum(per_page for _, per_page in self.windows)
 
     def of_pages(self, config: EngineConfig, max_drafts: int) -> int:
-        """Return the bytes of all pages, for up to `max_drafts` draft tokens per request."""
+        """Return the total bytes of the pages; each request has up to `max_drafts` draft tokens."""
         return config.num_pages * self.per_full_page + sum(
             window_pages(config, window, max_drafts) * per_page for window, per_page in self.windows
         )
@@ -73,10 +73,10 @@ def target_cache_bytes(
     windows: Sequence[int] = (),
     page_format: PageFormat | None = None,
 ) -> CacheBytes:
-    """Return the bytes of a model's cache, for up to `max_drafts` draft tokens per request.
+    """Return the bytes per page and per request slot of a model's cache.
 
-    `windows` are the result of `page_windows`. `page_format` is the format of 8-bit pages; None
-    for pages of `dtype`.
+    `max_drafts` is the maximum number of draft tokens per request in a round. `windows` are the
+    result of `page_windows`. `page_format` is the format of 8-bit pages; None for pages of `dtype`.
     """
 
     def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
@@ -101,9 +101,9 @@ def drafter_cache_bytes(
     dtype: str,
     page_format: PageFormat | None = None,
 ) -> CacheBytes:
-    """Return the bytes of a drafter's state, without snapshots.
+    """Return the bytes per page and per request slot of a drafter's state, without snapshots.
 
-    `page_format` is as for `target_cache_bytes`.
+    The arguments are as for `target_cache_bytes`.
     """
 
     def measure(num_slots: int, num_pages: int) -> int:
@@ -140,7 +140,7 @@ def parameter_bytes(params: Any, dtype: str) -> int:
 
 
 class EngineNeeds(NamedTuple):
-    """The memory that an engine needs in addition to its pages, in bytes."""
+    """The memory that an engine needs on each device in addition to its pages, in bytes."""
 
     weights: int  # weights that are not loaded yet
     states: int
@@ -277,9 +277,10 @@ class EngineNeeds(NamedTuple):
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
     """Return the default of max_num_seqs: the device's default, or less for large recurrent states.
 
-    The device's default is halved until the recurrent states and their snapshots (a quarter of
-    their size) take at most half of the free memory that remains after loading `weights` bytes. If
-    the free memory is unknown, the device's default is returned.
+    The device's default is halved until the recurrent states and their snapshots take at most half
+    of the free memory that remains after loading `weights` bytes. Snapshots are assumed to take a
+    quarter of the size of the states. If the free memory is unknown, the device's default is
+    returned.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot

@@ -80,7 +80,11 @@ def _check_message(message: Any, where: str, unread: list[str], *, has_parts: bo
 def _parse_calls(calls: Any, where: str, unread: list[str]) -> list[Message]:
     """Return tool calls whose arguments are mappings, as templates expect, instead of JSON.
 
-    The places of calls whose arguments are not a JSON object are appended to `unread`.
+    Arguments that are not a JSON object become {}, and the name of their call, `where`[i], is
+    appended to `unread`.
+
+    Raises:
+        ValueError: a call is not the call of a function.
     """
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
@@ -103,8 +107,8 @@ def _parse_calls(calls: Any, where: str, unread: list[str]) -> list[Message]:
 def _parse_arguments(given: Any) -> Mapping[str, Any] | None:
     """Return a call's arguments as a mapping; None if they are not a JSON object.
 
-    Such a call stays in the conversation's history, so raising an error would make all further
-    turns fail. As in vLLM, it is rendered without arguments.
+    A call with such arguments stays in the conversation's history, so an error would make all later
+    turns fail. As in vLLM, the call is rendered without arguments.
     """
     found = given or {}
     if isinstance(found, str):
@@ -137,8 +141,9 @@ def _texts(content: Any, where: str) -> list[str]:
 def _without_developer(conversation: list[Message]) -> list[Message]:
     """Return the conversation for a template that does not have the role "developer".
 
-    As in vLLM, the role becomes "system". All messages with the roles "developer" and "system" are
-    merged into one message at the beginning, where templates expect it.
+    A conversation without messages of this role is returned unchanged. Otherwise, as in vLLM, the
+    role becomes "system". All messages with the roles "developer" and "system" are merged into one
+    message at the beginning, where templates expect it.
     """
     if all(message["role"] != "developer" for message in conversation):
         return conversation

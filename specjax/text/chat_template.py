@@ -115,7 +115,7 @@ class _Generation(Extension):
 
 
 class _TimedLoops(CodeGenerator):
-    """Compiles templates in which each turn of a loop checks the time."""
+    """Compiles templates in which each iteration of a loop checks the time."""
 
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:  # noqa: N802
         for loop in [*node.find_all(nodes.For)]:
@@ -125,7 +125,7 @@ class _TimedLoops(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """A sandbox that limits the time of templates: each loop and call checks the time."""
+    """A sandbox that limits the time of templates: each iteration and call checks the time."""
 
     code_generator_class = _TimedLoops
 

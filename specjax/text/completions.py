@@ -203,7 +203,7 @@ class Shown:
         return replace(output, outputs=[part for part in parts if part is not None])
 
     def _added(self, now: CompletionOutput) -> CompletionOutput | None:
-        """Return a sample's new part since the last call; None if it has not changed.
+        """Return a sample's new part since the last call; None if the sample has not changed.
 
         `now` is the whole output of the sample so far.
         """

@@ -16,7 +16,8 @@ def check_some_allowed(
     """Refuse parameters that allow no first token.
 
     Also refuse a `choice` whose texts are all shorter than `min_tokens`. Later tokens cannot be
-    checked in advance: if none is allowed at some place, the output ends there with an error.
+    checked in advance: if no token is allowed at a later position, the output ends there with an
+    error.
 
     Raises:
         ValueError: no token is left; the message names the parameters.

@@ -92,7 +92,11 @@ class StopStrings:
         return None
 
     def _stops(self, new: int) -> bool:
-        """Return whether a stop text ends after the index `new`. If so, cut `text` there."""
+        """Return whether a stop text ends after the index `new`.
+
+        If so, set `stop_reason`, and end `text` before the stop text or, if the user asked for
+        it, after it.
+        """
         if not self._stop:
             return False
         characters = self._text.characters
@@ -293,7 +297,7 @@ class _GrowingText:
         return run.start
 
     def _decode(self, tokens: list[int]) -> None:
-        """Append the text of `tokens`: text tokens, or the byte tokens of one whole character."""
+        """Append the text of `tokens`: either text tokens, or one character's byte tokens."""
         window = self._context + tokens
         text = self._stable(window)
         self.characters += text[len(self._context_text) :]

@@ -76,12 +76,12 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Apply vLLM's tokenization_kwargs `given` to `params`, and return the result.
+    """Return a copy of `params` to which vLLM's tokenization_kwargs `given` are applied.
 
-    If `params` is a list, each item is changed.
+    If `params` is a list, each item is copied. A value of any other type is returned unchanged.
 
     Raises:
-        ValueError: `given` has a key other than truncate_prompt_tokens.
+        ValueError: `given` is not a mapping, or has a key other than truncate_prompt_tokens.
     """
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -115,7 +115,7 @@ def params_each(given: Any, count: int) -> list[SamplingParams]:
     """Return the sampling parameters of each of `count` prompts.
 
     Raises:
-        ValueError: `given` has another length than `count`, or a value is not a SamplingParams.
+        ValueError: the list `given` does not have `count` items, or one is not a SamplingParams.
     """
     all_params = one_each("sampling_params", given, count)
     if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:

@@ -17,5 +17,5 @@ def folded_seed(seed: int) -> int:
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """Return the seed of a request or of a sample, derived from `seed` and from its `number`."""
+    """Return the seed of request or sample number `number`, derived from `seed`."""
     return int(np.random.SeedSequence([folded_seed(seed), number]).generate_state(1)[0])

@@ -41,9 +41,9 @@ def block_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the cross-entropy to the target's distribution, for drafts after random answer tokens.
 
-    Every document has `num_blocks` blocks, which start at different tokens. Draft k of a block has
-    the weight exp(-(k - 1) / gamma), because a draft after a wrong draft is useless (Chen et al.
-    2026).
+    A document has up to `num_blocks` blocks, which start at different tokens. The loss is the sum
+    over drafts k = 1, 2, ... of the mean over blocks. Draft k has the weight exp(-(k - 1) / gamma),
+    because a draft after a wrong draft is useless (Chen et al. 2026).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)

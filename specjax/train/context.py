@@ -51,8 +51,8 @@ class UnrolledRows(_Attending):
     """Causal rows at one step of an unrolled chain of drafts (EAGLE-3's training-time test).
 
     The rows of step 0 are the tokens of the sequences. Row t of a later step is a draft after token
-    t. As at inference, this row attends to the rows 0 to t of step 0, and to row t of each later
-    step so far.
+    t. As at inference, this row attends to the rows 0 to t of step 0, and to row t of step 1,
+    of step 2, and so on up to its own step.
 
     The cache is a tuple that collects the keys and values of each step, and starts as ().
     """

@@ -183,7 +183,11 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Return the indices of a training step's rows. Each epoch has `count` rows, in a new order."""
+    """Return the indices of a training step's rows.
+
+    The order of the `count` rows is new in each epoch. Rows that do not fill a batch are left out.
+    But if there are fewer rows than `batch`, rows are repeated to fill one batch.
+    """
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

@@ -179,7 +179,7 @@ KINDS = {
 
 
 def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
-    """Return a head from `folder` to train further, in float32.
+    """Load a draft head in float32 from `folder`, to continue its training.
 
     Raises:
         CheckpointError: the files are damaged or were made for another target.
@@ -241,7 +241,8 @@ def train_drafter(
         The head's parameters in float32, and the log of metrics.
 
     Raises:
-        ValueError: a leaf of `target_params` is not an array, or cannot be read.
+        ValueError: a leaf of `target_params` is not an array, or cannot be read; or as for
+            `drafter_loss`, `FeatureSet.of` and `fit`.
     """
     target_params = as_arrays(target_params, "target's params")
     head, frozen = start.head, Frozen(target_params, start.frozen)

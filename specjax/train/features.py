@@ -87,11 +87,11 @@ class FeatureSet:
         features: Iterable[Exported],
         length: int,
     ) -> "FeatureSet":
-        """Return the documents with features that were computed elsewhere.
+        """Return the set of `documents` with the features that `features` yields.
 
         For each document, `features` yields the features of all tokens but the last. Documents
-        longer than `length` are then cut by `window`. If `features` is lazy, the features of a
-        document are freed before the features of the next document are computed.
+        longer than `length`, and their features, are then cut by `window`. If `features` is lazy,
+        the features of a document are freed before those of the next document are computed.
 
         Raises:
             ValueError: no tokens of answers remain after this cut.

@@ -88,8 +88,9 @@ def fit(
     `frozen` has the arrays that the loss reads but that are not trained. `labels` names the
     optimiser of each trained array; see `muon_and_adamw`.
 
-    The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
-    checkpoint in `directory` resumes from it: batches and random keys depend only on the step.
+    The state is saved under `directory` every `save_every` steps and after the last step,
+    atomically. A run that finds a checkpoint in `directory` resumes from it: batches and random
+    keys depend only on the step.
 
     Raises:
         ValueError: the checkpoint has other parameters.

@@ -41,9 +41,9 @@ def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -> Loss:
-    """Return the training loss for a kind of head, over `num_unrolled` consecutive drafts.
+    """Return the loss function that trains this kind of head on `num_unrolled` consecutive drafts.
 
-    For EAGLE-1, the loss always has one draft; for Medusa, one draft per head.
+    EAGLE-1 always trains on one draft, and Medusa on one draft per head.
 
     Raises:
         ValueError: this kind of head cannot be trained.
@@ -87,12 +87,12 @@ def unrolled_loss(
     num_unrolled: int,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return a loss for a head that drafts several tokens, each from the head's previous output.
+    """Return the loss and metrics of a head that drafts each token from the head's last output.
 
     In training, the head makes its drafts in the same way as in serving ("training-time test", Li
     et al. 2025, section 3.2). The loss is the cross-entropy between the target's and the head's
-    distributions, summed over drafts. Draft j = 0, 1, ... has the weight decay^j. Positions whose
-    most likely token is not in the draft vocabulary are ignored.
+    distributions, a mean over tokens of answers, summed over drafts. Draft j = 0, 1, ... has the
+    weight decay^j. A token is ignored if the draft vocabulary lacks the target's most likely token.
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, head, batch)
@@ -122,9 +122,10 @@ def medusa_loss(
     *,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the sum of all heads' cross-entropies to the target's distribution.
+    """Return the loss and metrics of Medusa heads.
 
-    Head i = 0, 1, ... has the weight decay^i (Cai et al. 2024, section 2.2).
+    The loss is the sum of all heads' cross-entropies to the target's distributions. Head
+    i = 0, 1, ... has the weight decay^i (Cai et al. 2024, section 2.2).
     """
     params = frozen.join(trainable)
     teacher = Teacher.of(target, params, heads, batch)

@@ -9,8 +9,8 @@ from pallas_kernels.triton_call import dot
 def dot_f32(a, b, **transposed):
     """Return the product a b, computed in f32 on tf32 tensor cores.
 
-    Each operand is split into two tf32 halves. The product of the lower halves, which is 2^-24 of
-    the whole product, is dropped.
+    Each operand is split into two tf32 halves. The products of two lower halves are dropped. They
+    are at most 2^-22 of the products of the whole elements.
     """
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     small = dot(a_high, b_low, allow_tf32=True, **transposed)

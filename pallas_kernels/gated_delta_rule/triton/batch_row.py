@@ -1,4 +1,4 @@
-"""One request's new tokens and its place in the cache, as a kernel reads them."""
+"""The scalars that a kernel reads for one request: its cache slot and its new tokens."""
 
 from typing import Any, NamedTuple
 
@@ -45,6 +45,6 @@ class BatchRow(NamedTuple):
 def column_of(place, num_columns):
     """Return the column of the token at position `place` in a ring buffer.
 
-    `place` may be slightly below 0.
+    The ring has `num_columns` columns. `place` must be at least -`num_columns`.
     """
     return jax.lax.rem(place + num_columns, num_columns)

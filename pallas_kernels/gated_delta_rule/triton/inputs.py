@@ -1,7 +1,7 @@
 """Computes the state-independent part of a decode step, in a kernel before the recurrence.
 
 A program processes some tokens, for one key head and its value heads. All tokens run in the same
-loop body, so a token's result has the same bits at any place in a step. Programs may run in any
+loop body, so a token's result has the same bits at any index in a step. Programs may run in any
 order, because no program reads a column of a ring buffer that another program writes (see
 `pallas_kernels.gated_delta_rule`).
 """
@@ -126,7 +126,7 @@ def _normed(z):
 
 
 class _Gates(NamedTuple):
-    """Gate weights of the value heads of one key head, padded to a power of two."""
+    """Gate weights of one key head's value heads. The arrays are padded to a power of two."""
 
     num_heads: int  # H_v, over all key heads
     heads: Any

@@ -38,9 +38,9 @@ class Chunks(NamedTuple):
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
     """Return the cache's ring buffer of raw inputs, unchanged, and the `Chunks` of the new tokens.
 
-    A chunk has `chunk` tokens. `where` is (layer, slots, positions). This kernel reads the ring,
-    and another kernel writes it later. The ring is an output here so that the other kernel waits
-    for this one.
+    A chunk has `chunk` tokens. `where` is (layer, slots, positions). The kernel started here only
+    reads the ring; a later kernel writes it. The ring is also an output, so that the later kernel
+    waits for this kernel.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(length, chunk)

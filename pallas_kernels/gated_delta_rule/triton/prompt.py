@@ -24,7 +24,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 def run_prompt(x, weights, cache, where, config, interpret):
-    """Return outputs [B, T, H_v, D_v] before the norm, and the cache.
+    """Return outputs [B, T, H_v, D_v] before the norm, and the updated cache.
 
     `where` is (layer, slots, positions, pending).
     """

@@ -40,8 +40,8 @@ class Rings(NamedTuple):
     def fold(self, states, first, *, tokens, interpret):
         """Return the states, updated with the accepted tokens that they lack.
 
-        These tokens have the positions `first` to `self.row.start` - 1. At a time, the entries of
-        `tokens` tokens are loaded.
+        These tokens have the positions `first` to `self.row.start` - 1. Their entries are loaded
+        for `tokens` tokens at a time.
         """
         start = self.row.start
 

@@ -22,7 +22,7 @@ from pallas_kernels.triton_call import barrier, load, triton_call
 
 
 def run_step(x, weights, cache, where, config, interpret):
-    """Return outputs [B, T, H_v, D_v] before the norm, and the cache.
+    """Return outputs [B, T, H_v, D_v] before the norm, and the updated cache.
 
     `where` is (layer, slots, positions, pending).
     """

@@ -30,8 +30,8 @@ class DeltaRuleTuning:
 def choose_tuning(batch: int) -> DeltaRuleTuning:
     """Return the tile sizes for `batch` requests.
 
-    Few requests get smaller tiles, so that all multiprocessors have work and each thread has less
-    work. The sizes were calculated, and have not been measured yet.
+    For a small batch, tiles are smaller. Then all multiprocessors have work, and each thread has
+    less work. The sizes were calculated, and have not been measured yet.
     """
     if batch < 8:
         return DeltaRuleTuning(values=16, fold_tokens=4, inputs_tokens=1, inputs_warps=4)

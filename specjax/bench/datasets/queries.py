@@ -22,8 +22,8 @@ class Query:
 
     Attributes:
         token_ids: the prompt; None without a tokenizer.
-        text: the prompt as a text; None if the data set gives token ids, or if the chat template
-            made them.
+        text: the prompt as a text; None if the data set or the chat template gives the prompt as
+            token ids.
         messages: the conversation, if the prompt comes from one.
         group, arrival: see `Example`.
     """

@@ -47,9 +47,10 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """A file of CSV or JSON objects, with the columns of Azure's, BurstGPT's or Mooncake's traces.
+    """A file in CSV or JSON, with the fields of Azure's, BurstGPT's or Mooncake's traces.
 
-    Only the earliest requests are used. Mooncake's "timestamp" is in milliseconds.
+    Unusable requests are left out. Of all others, the earliest --num-prompts requests are used.
+    Mooncake's "timestamp" is in milliseconds.
     """
 
     speed: float = option(1.0, "2 halves the times between requests")
@@ -65,7 +66,8 @@ class Trace:
     def examples(self, source: RowSource) -> list[Example]:
         """See `Dataset`. Raise a ValueError, too, if fewer than `source.count` requests are left.
 
-        Requests without output tokens, or with more tokens than `max_total`, are left out.
+        A request is left out if it has no output tokens, or if its prompt and output together have
+        more than `max_total` tokens.
         """
         found = [_read(row) for row in _rows(source)]
         answered = [one for one in found if one.output_len]
@@ -153,8 +155,9 @@ def _tokens(
 ) -> list[int]:
     """Return random tokens as the prompt of `one`, a request of the trace.
 
-    The prompt begins with the request's blocks. Blocks with the same id have the same tokens in all
-    prompts. `blocks` maps the ids of earlier blocks to their tokens, and gets the new blocks.
+    The prompt has the tokens of the request's blocks, then new random tokens. Blocks with the same
+    id have the same tokens in all prompts. `blocks` maps the ids of earlier blocks to their tokens,
+    and gets the new blocks.
     """
     tokens: list[int] = []
     for block in one.blocks:

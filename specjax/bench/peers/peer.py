@@ -51,7 +51,7 @@ def compare_outputs(own: Sequence[Record], theirs: Sequence[Record]) -> dict[str
 
     Token ids are compared, or texts if token ids are missing; "compared" says which.
     "first_differences" has, for each pair of outputs that differ, the position of the first
-    different token or character. Return None if there are no such requests.
+    different token or character. Return None if no request was completed by both.
     """
     others = {record.index: record for record in theirs if record.error is None}
     pairs = [(one, others[one.index]) for one in own if one.error is None and one.index in others]

@@ -98,7 +98,7 @@ class PeerProcess:
         return json.loads(answer)
 
     def run(self) -> tuple[float, list[Record]]:
-        """Run all prompts once. Return the seconds, and a record of each output."""
+        """Run all prompts once. Return the seconds of this run, and a `Record` of each output."""
         found = self.ask("run")
         records = [
             Record(index=i, token_ids=ids, output_len=len(ids), latency=found["seconds"])

@@ -42,7 +42,7 @@ def of_pairs(
     `before` and `after` are two runs of the same prompts. They map each batch of prompts to the
     figure's values in the rounds with this batch. The logarithm of the ratio is computed for each
     batch that both runs have. The result is Student's t-interval for the mean of these logarithms.
-    Return None if there are fewer than two such batches, or if a value is not above 0.
+    Return None if the runs have fewer than two batches in common, or if a value is not above 0.
     """
     both = [(before[key], after[key]) for key in before if key in after]
     if len(both) < 2 or min(min(*one, *other) for one, other in both) <= 0:

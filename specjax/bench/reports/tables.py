@@ -73,10 +73,11 @@ def measured(details: Details) -> dict[str, Distribution]:
 
 
 def windows(details: Details) -> list[ReportTable]:
-    """Return tables of the steady window and of goodput, if the result has them.
+    """Return the table of the steady window, and the table of goodput if the result has goodput.
 
-    The steady window is the time in which the number of running requests is about constant. The
-    table of goodput has the share of requests that meet each latency limit.
+    The steady window is the time in which the number of running requests is about constant. Its
+    table is empty if the result has no such window. The table of goodput has the share of requests
+    that meet each latency limit.
     """
     steady, good, rows = details.steady or {}, details.goodput, []
     for name in "output_throughput", "mean_running", "ms_per_token", "begin", "end", "rule":

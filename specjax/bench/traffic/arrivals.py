@@ -26,7 +26,7 @@ class Arrivals:
         burstiness: shape of the gamma distribution; see the module's docstring.
         ramp: how the rate changes over the requests, one of `RAMPS`; None for a constant rate.
         start_rate, end_rate: rates at the first and the last request of a ramp.
-        trace: the seconds at which requests arrive; then no other field is used. None without a
+        trace: the seconds at which requests arrive; then no other field may be set. None without a
             trace.
     """
 

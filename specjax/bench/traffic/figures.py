@@ -18,8 +18,8 @@ _MOST_SECONDS = 100_000  # of a timeline; the last entry includes later seconds
 def times(records: Sequence[Record]) -> dict[str, list[float]]:
     """Return the latencies of complete requests in milliseconds, by the names in `TIMES`.
 
-    As in vLLM, tpot is the time after the first token, divided by the number of further tokens. itl
-    is the time between two chunks. With drafts, a chunk has several tokens.
+    As in vLLM, tpot is the time after the first token, divided by the number of tokens after the
+    first. itl is the time between two chunks. With drafts, a chunk has several tokens.
     """
     seconds: dict[str, list[float]] = {
         "ttft": [one.ttft for one in records if one.ttft is not None],

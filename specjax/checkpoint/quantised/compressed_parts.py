@@ -13,7 +13,7 @@ from specjax.checkpoint.quantised.scaled import FLOAT8, num_blocks
 def stored_parts(
     weights: Mapping[str, Any], kind: str | None, shape: tuple[int, ...], dtype: np.dtype
 ) -> dict[str, Described] | None:
-    """Return the tensors that store a matrix, by the suffix that their names add to its name.
+    """Return the tensors that store a matrix, by the suffix that follows the matrix's name.
 
     The result is None if a matrix of this shape cannot be stored with these settings.
 

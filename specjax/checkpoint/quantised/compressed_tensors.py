@@ -117,7 +117,10 @@ def _is_supported(weights: Any) -> TypeGuard[Mapping[str, Any]]:
 def _floats(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor:
-    """Return the matrix of 4-bit floats named `plain`. Remove its parts from `tensors`."""
+    """Return the matrix of 4-bit floats named `plain`.
+
+    The tensors that store the matrix are removed from `tensors`.
+    """
     packed, scale, named = (f"{plain}_{end}" for end in ("packed", "scale", "global_scale"))
     words, scales = tensors.pop(packed), take(tensors, folder, scale, packed)
     tensors.pop(plain.removesuffix("weight") + "input_global_scale", None)
@@ -130,7 +133,14 @@ def _floats(
 def _integers(
     folder: Path, tensors: dict[str, Readable], plain: str, dtype: np.dtype
 ) -> PackedTensor | ScaledTensor:
-    """Return the matrix of packed integers named `plain`. Remove its parts from `tensors`."""
+    """Return the matrix of packed 4-bit or 8-bit integers named `plain`.
+
+    The tensors that store the matrix are removed from `tensors`.
+
+    Raises:
+        CheckpointError: a tensor is missing or has a wrong shape, or an 8-bit matrix has zero
+            points or `g_idx`.
+    """
     packed, scale, zero, order = (
         f"{plain}_{end}" for end in ("packed", "scale", "zero_point", "g_idx")
     )

@@ -16,9 +16,9 @@ def nearest(
     """Return numbers [..., O, I] and scales [..., blocks of O, blocks of I] of weights [..., O, I].
 
     `block` is the number of rows and columns that share a scale. The scale is the block's largest
-    absolute weight, divided by half the range of the numbers. Weights are divided by their scale
-    and rounded, as compressed-tensors does without calibration. The numbers have the dtype of
-    `bits`, except that 4-bit integers are returned as int8.
+    absolute weight, divided by half the range of the numbers, or 1 for a block of zeros. Weights
+    are divided by their scale and rounded, as compressed-tensors does without calibration. The
+    numbers have the dtype of `bits`, except that 4-bit integers are returned as int8.
 
     If blocks are divided over the devices of a mesh axis, `axis` is the name of this axis. Then all
     devices have the same scale for a block.

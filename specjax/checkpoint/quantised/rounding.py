@@ -106,13 +106,17 @@ class RoundedFiles(NamedTuple):
     plain: tuple[str, ...]  # names of projection matrices that are not quantised
 
     def without(self, names: Iterable[str], files: TensorFiles) -> "RoundedFiles":
-        """Return the checkpoint with the matrices `names` of `files`, which are not quantised."""
+        """Return the checkpoint with the matrices `names` left unquantised, as in `files`."""
         tensors = {**self.files.tensors, **{name: files.tensors[name] for name in names}}
         left = {name: one for name, one in self.matrices.items() if name not in {*names}}
         return RoundedFiles(replace(files, tensors=tensors), left, (*self.plain, *names))
 
     def describe(self, quantization: str) -> str:
-        """Return a text with the counts of quantised and other matrices, and the largest error."""
+        """Return a text with the counts of quantised and unquantised matrices.
+
+        Quantised matrices count only once they have been read. The text also has the largest
+        relative error of these matrices.
+        """
         errors = {name: one.error for name, one in self.matrices.items() if one.error is not None}
         worst = max(errors, key=errors.__getitem__, default="")
         line = f"{len(errors)} matrices are quantised to {quantization}"

@@ -16,7 +16,7 @@ class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
     num_slots: int  # maximum number of resident requests
-    num_pages: int  # pages of all layers that have no separate `window_pages`
+    num_pages: int  # pages per layer, in layers without separate `window_pages`
     page_size: int  # tokens per page
     max_rows: int  # maximum number of rows per request in a step
     num_snapshots: int = 0  # number of snapshots of recurrent states
@@ -24,7 +24,7 @@ class CacheSizes(NamedTuple):
     page_format: PageFormat | None = None  # of 8-bit pages; None: pages have the model's dtype
 
     def pages(self, window: int | None) -> int:
-        """Return the number of pages for layers with this `window` (None for no window)."""
+        """Return the number of pages per layer, for layers with this `window` (None: no window)."""
         return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
@@ -32,10 +32,10 @@ class CacheKind(Protocol):
     """One kind of cache, as a hashable value that holds no arrays.
 
     Its methods take and return the cache's arrays, whose first axis is the layer. Four methods run
-    a layer: `write` and then `read` in serving, and usually `causal` or `unrolled` in training.
-    Each takes `inputs` (`RowInputs`): the projected rows, such as queries, keys and values, and
-    weights that all rows share. `causal` and `unrolled` can be differentiated, and do not take the
-    cache's arrays.
+    a layer. Serving calls `write` and then `read`. Training usually calls `causal` or `unrolled`,
+    which can be differentiated and do not take the cache's arrays. All four take `inputs`
+    (`RowInputs`): the projected rows, such as queries, keys and values, and weights that all rows
+    share.
 
     If a kind is recurrent, the cache has a state per slot. A slot is an index that the engine gives
     a running request.
@@ -74,9 +74,10 @@ class CacheKind(Protocol):
 
     @property
     def row_size(self) -> int:
-        """The number of intermediate numbers per row in one layer.
+        """The number of additional intermediate values per row in one layer.
 
-        Memory planning adds this number to a fixed multiple of the model's width.
+        Memory planning adds this number to its estimate for all kinds of layers, which is a fixed
+        multiple of the model's width.
         """
         ...
 
@@ -93,7 +94,7 @@ class CacheKind(Protocol):
     ) -> Any:
         """Copy recurrent states of requests to snapshots; return the new snapshots.
 
-        `slots` i32[B] are the requests' slots, and `ids` i32[B] are the numbers of the snapshots.
+        `slots` i32[B] are the requests' slots. `ids` i32[B] are the snapshots to overwrite.
         `ends` i32[B] is the number of tokens that each state includes. The states must include all
         tokens in the caches, as after a prefill chunk. Out-of-range ids are ignored.
         """
@@ -117,9 +118,10 @@ class CacheKind(Protocol):
         ...
 
     def read(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any, queries: Any) -> jax.Array:
-        """Return the layer's output [N, ...], from the cache that `write` returned or a later one.
+        """Return the layer's output [N, ...].
 
-        `queries` is the first result of `write` for the same rows.
+        `queries` is the first result of `write` for the same rows. `cache` is the second result, to
+        which other parts of the step can have added rows since.
         """
         ...
 
@@ -161,10 +163,10 @@ class PagesOnly:
 
     @property
     def scaled_parts(self) -> tuple[str, str]:
-        """The kinds of the checkpoint's scales that apply to the two parts of a token's entry.
+        """The checkpoint's scale for each of the two parts of a token's entry: "k" or "v".
 
-        "k" means the scale of keys, and "v" means the scale of values. The two parts are usually
-        the key and the value.
+        "k" is the scale of keys, and "v" is the scale of values. The two parts are usually the key
+        and the value.
         """
         return "k", "v"
 

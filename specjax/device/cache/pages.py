@@ -36,8 +36,8 @@ def init_pages(
         scale_shape: shape of the scales of a token's entry.
         dtype: dtype of unquantised numbers.
         stored: the format of 8-bit numbers; None for unquantised numbers.
-        layer_scales: for formats in which layers have scales, `scale_shape[0]` scales per layer; ()
-            if all are 1.
+        layer_scales: `scale_shape[0]` scales for each layer; () if all are 1. Formats in which
+            tokens have scales ignore this argument.
     """
     if stored is None:
         return Pages(jnp.zeros((*places, *token_shape), dtype))

@@ -37,10 +37,10 @@ class DeltaInputs(NamedTuple):
 
 
 class Snapshots(NamedTuple):
-    """S snapshots. Each is a copy of a state and of the last inputs of the convolution.
+    """Snapshots: copies of a recurrent state and of the last inputs of the convolution.
 
-    A request that begins with some cached tokens needs both a snapshot and the pages of these
-    tokens. Neither is useful alone.
+    A request that reuses a cached prefix needs a snapshot from the end of the prefix, and the pages
+    of the prefix. Neither is useful alone. S is the number of snapshots here.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]

@@ -1,4 +1,4 @@
-"""Reads the files of draft heads: config, layer sizes, name prefixes and token ids."""
+"""Reads the files of draft heads: config, layer sizes, tensor names and draft vocabulary."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -71,8 +71,11 @@ class DrafterFiles:
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
         """Load the parameters that the tree `specs` of `TensorSpec`s describes.
 
-        Tensors with published names in `unused` are not loaded. Tensors that cannot change drafts
-        are not loaded, either; the log names them.
+        Two kinds of tensors are not loaded: those with published names in `unused`, and those that
+        cannot change drafts (see `cannot_matter`). The log names only the second kind.
+
+        Raises:
+            CheckpointError: see `load_params`.
         """
         ignored = {self.stored_name(name) for name in unused}
         passed = sorted(filter(cannot_matter, self.tensors.names()))

@@ -56,7 +56,7 @@ ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DFlashParams:
-    """Weights of a DFlash head. The head reads hidden states of A of the target's layers.
+    """Weights of a DFlash head. A is the number of target layers whose hidden states it reads.
 
     `embedding` and `lm_head` are None if the head uses the target's weights.
     """
@@ -195,7 +195,7 @@ class DFlashHead(ShapedHead):
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
-        """Return the weights, except the integer token ids, as `TensorSpec`s.
+        """Return the weights, except the map `target_ids`, as `TensorSpec`s.
 
         The tensors have transformers' names if `names` contains such names, else the authors'
         names.

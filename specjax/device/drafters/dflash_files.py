@@ -203,13 +203,17 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
 def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
     """Return the attention mask of a block's rows for each layer.
 
-    The rows that a window of W tokens includes depend on the training framework:
+    In layers with a window of W tokens, a row attends to itself and to other positions. These
+    depend on the training framework:
 
-        speculators     W tokens before the block, and the block's rows up to the row itself, or all
-                        of the block's rows if `sliding_window_non_causal` is true
-        transformers    W tokens to either side of the row
-        authors' code   W - 1 tokens to either side of the row, or only before it if the mask is
-                        causal
+        speculators     the last W positions before the block, and in the block the rows before the
+                        row, or all rows if `sliding_window_non_causal` is true
+        transformers    W positions before the row, and W after it
+        authors' code   W - 1 positions before the row, and W - 1 after it. If the mask is causal,
+                        only the W - 1 positions before it
+
+    Raises:
+        CheckpointError: the window is missing or invalid, or the layer types are invalid.
     """
     windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
     if any(windowed) and window is None:

@@ -6,9 +6,9 @@ draft to make the next draft. The last draft is not run.
 
 If the target accepts all drafts, the draft model's caches lack the last draft. The next round then
 runs this draft and the last token in its first pass. The host can replace the model's drafts with
-drafts from earlier texts (see `device.suggestions`). Then the next round's first pass runs the
-accepted drafts from the first draft that the model has not run. A round without drafts also runs
-the first pass, which then writes keys and values to the caches but computes no logits.
+drafts from earlier texts (see `device.suggestions`). If the target accepts such drafts, the caches
+can lack several tokens, and the next round's first pass runs all of them. A round without drafts
+also runs the first pass, which then writes keys and values to the caches but computes no logits.
 
 A draft model with another tokenizer maps each token of the target to its own token with the same
 text, or to its unknown token. It drafts only tokens that both vocabularies have (Timor et al. 2025,
@@ -121,9 +121,9 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and the number of each request's tokens that the caches lack.
+    """The drafter's caches, and which of a request's last tokens the caches lack.
 
-    W is `DraftModel.max_missing` - 1.
+    W, the width of `ran`, is `DraftModel.max_missing` - 1.
     """
 
     caches: tuple[Any, ...]  # one per cache kind of the model
@@ -157,7 +157,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return False
 
     def draft_slots(self, k: int) -> int:
-        """Return the number of rows for accepted drafts that the caches can lack."""
+        """Return `max_missing`: the first pass also runs accepted drafts that the caches lack."""
         return self.max_missing
 
     def num_passes(self, k: int) -> int:
@@ -318,11 +318,12 @@ def load(
 ) -> tuple[DraftModel, DraftModelParams]:
     """Load a draft model from a checkpoint of any supported model.
 
-    If `target_folder` is set, the tokenizers of both folders are compared.
+    The tokenizers in `folder` and `target_folder` are compared, to map tokens. If `target_folder`
+    is None, the vocabularies are assumed to be equal.
 
     Raises:
-        CheckpointError: the vocabularies have no common token, or they differ in size and there is
-            no target tokenizer to compare with.
+        CheckpointError: the vocabularies have no common token; or they differ in size, and a
+            tokenizer is missing or `target_folder` is None.
     """
     assert folder is not None, config.method
     sizes = target.vocab_size, describe_model(read_config(folder)).vocab_size

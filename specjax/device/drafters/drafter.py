@@ -102,9 +102,9 @@ class DraftContext:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Draw one draft per request; return the drafts i32[B] and their distributions f32[B, V].
 
-        `before` holds the drafts already drawn in this round, i32[B] each. This method edits
-        `logits` f32[B, V_d] like the target's logits, which makes acceptance likelier. `token_ids`
-        i32[V_d] holds the token id of each logit; None if the logits cover all tokens.
+        `before` holds the drafts already drawn in this round, i32[B] each. `token_ids` i32[V_d]
+        holds the token of each column of `logits` f32[B, V_d]; None if all tokens have columns. To
+        make acceptance likelier, `logits` are edited like the target's, but without grammar masks.
 
         The distributions are None if verification does not need them: for greedy drafts, and for
         drafts drawn with the random numbers that the target uses.
@@ -240,11 +240,11 @@ class DrafterWeights(Protocol):
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """Return all weights, without token ids, as a tree of `TensorSpec`; see `Model.specs`."""
+        """Return the weights, except the map `target_ids`, as `TensorSpec`s; see `Model.specs`."""
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Return whether a checkpoint's tensor `name` is ignored if `specs` do not name it."""
+        """Return whether a tensor `name` that the checkpoint has, but `specs` lack, is ignored."""
         ...
 
     @property
@@ -332,7 +332,7 @@ class Drafter(Protocol):
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """Return the drafter and its parameters, without parameters that equal the target's."""
+        """Return drafter and parameters, without an unquantised embedding equal to the target's."""
         ...
 
     def head_of(self, params: Params) -> Any:
@@ -344,7 +344,7 @@ class Drafter(Protocol):
         ...
 
     def with_head(self, params: Params) -> Params:
-        """Return `params` with `params.head` as the drafter's output head, unless it is None."""
+        """Return `params` with `params.head`, if it is not None, as the drafter's output head."""
         ...
 
     def draft(

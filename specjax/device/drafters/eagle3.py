@@ -108,7 +108,7 @@ class Eagle3Head(ShapedHead):
         return max(len(self.aux_layers), 1) * self.target_hidden_size
 
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
-        """Return the weights, except the integer token ids, as `TensorSpec`s.
+        """Return the weights, except the map `target_ids`, as `TensorSpec`s.
 
         `names` are the tensor names in the files. They show whether the files have the authors'
         layout or the layout of the library speculators.
@@ -214,7 +214,7 @@ def first_layer(
 ) -> tuple[Residual, Any]:
     """Run the first layer on the embeddings e [N, D] and the hidden states g [N, D].
 
-    Return its output y as a residual stream, and the new kv.
+    Return the layer's output y as a `Residual`, and the new kv.
     """
     shape, eps = head.shape, head.shape.rms_norm_eps
     normed = rms_norm(hidden, params.hidden_norm, eps)
@@ -304,7 +304,7 @@ def read_head(
 
 
 def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
-    """Refuse a config that disagrees with the names or shapes of the tensors."""
+    """Raise `CheckpointError` if the config disagrees with the tensors' names or shapes."""
     hf, is_whole = files.hf, head.draft_vocab_size == head.shape.vocab_size
     if not head.has_lm_head and not is_whole:
         raise CheckpointError(

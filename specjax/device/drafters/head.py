@@ -29,7 +29,7 @@ class DraftHead(DrafterWeights, Protocol):
     def has_embedding(self) -> bool:
         """Whether the weights include an `embedding`.
 
-        `HeadDrafter.share` removes an embedding that equals the target's embedding.
+        `HeadDrafter.share` removes an unquantised embedding that equals the target's.
         """
         ...
 
@@ -102,7 +102,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         return min(k, 1)
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple[Self, Any]:
-        """Remove an embedding that equals the target's embedding; see `Drafter.share`."""
+        """Remove an unquantised embedding that equals the target's; see `Drafter.share`."""
         head, params = without_shared_embedding(self.head, params, target, target_params)
         return replace(self, head=head), params
 

@@ -219,7 +219,9 @@ def find_first_file(folder: Path) -> Path | None:
 
 
 def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> MedusaDrafter:
-    """Return a drafter with the sizes in `folder`'s config, without biases. No weights are read.
+    """Return a drafter with the sizes in `folder`'s config. Its heads have no biases.
+
+    No weights are read.
 
     Raises:
         CheckpointError: there are fewer heads than K.
@@ -257,6 +259,9 @@ def to_hf(heads: MedusaHeads) -> dict[str, Any]:
 
 
 def vocabulary_tensors(heads: MedusaHeads, params: MedusaParams) -> dict[str, np.ndarray]:
-    """Return a dict with the heads' token map i64[V_d] in vLLM's layout; {} if there is none."""
+    """Return a dict with vLLM's tensor of the target's id of each draft token, i64[V_d].
+
+    The dict is empty if the ids are the same.
+    """
     ids = params.target_ids
     return {} if ids is None else {TOKEN_MAP: np.asarray(ids, np.int64)}

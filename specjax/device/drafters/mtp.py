@@ -110,7 +110,10 @@ class MTPHead(ShapedHead):
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Maps the name of each tensor that copies a target tensor to the target tensor's name."""
+        """Names of module tensors that should equal a tensor of the target.
+
+        Each name is mapped to the name of the target's tensor, which is used instead.
+        """
         prefix = self.prefix_in_target
         return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
 

@@ -26,7 +26,13 @@ def drafter(head: MTPHead | ModulesHead, is_greedy: bool = False) -> Drafter:
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[MTPHead | ModulesHead, Any]:
-    """Load the modules from the target's files, or from mtp.safetensors in the same folder."""
+    """Load the modules from the target's files, or from mtp.safetensors in the same folder.
+
+    The second file is read only if the target's other files have no tensors of the modules.
+
+    Raises:
+        CheckpointError: the modules are missing, damaged, or not supported (see `of_own_shape`).
+    """
     kind = files.hf.get("model_type", None)
     head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
     tensors, prefix = files.tensors, head.prefix_in_target
@@ -69,7 +75,7 @@ def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | M
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:
-    """Return the head of the target's MTP module or modules, without weights.
+    """Return the `MTPHead` or the `ModulesHead` that describes the target's MTP modules.
 
     `origin` names the target in error messages.
 

@@ -5,8 +5,8 @@ x_{p+1}. It also takes a hidden state. In module 0, this is the target's state h
 it is the output of module i - 1 at position p - 1, or zero if p = 0.
 
 Let x_n be the last token. Draft token i + 1 comes from module i at position n - 1 + i. A module's
-rows from position n on take drafts of this round as tokens. Further draft tokens come from the last
-module, which then takes its own output.
+rows from position n on take drafts of this round as tokens. If there are more draft tokens than
+modules, the last module makes the rest. As hidden state, it then takes its own previous output.
 """
 
 from collections.abc import Collection, Mapping
@@ -63,7 +63,10 @@ class ModulesHead:
 
     @property
     def copies(self) -> Mapping[str, str]:
-        """Maps the name of each tensor that copies a target tensor to the target tensor's name."""
+        """Names of module tensors that should equal a tensor of the target.
+
+        Each name is mapped to the name of the target's tensor, which is used instead.
+        """
         return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":

@@ -42,7 +42,7 @@ class RouterWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class BiasedRouter:
-    """A router that adds a bias to the logits, and chooses the experts with the largest logits.
+    """A router whose logits have a bias. Its rule chooses the experts with the largest logits.
 
     The weights of the chosen experts are the softmax of their logits.
     """

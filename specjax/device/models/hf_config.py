@@ -165,8 +165,9 @@ class HFConfig:
         """Return the fields of the rotary embedding, with at least `rope_type` and `rope_theta`.
 
         As in transformers, they are the fields of `rope_scaling` if the config has it, else those
-        of `rope_parameters`. If the config has both, `rope_parameters` only supplies `rope_theta`
-        and `partial_rotary_factor`, and only where nothing else gives them.
+        of `rope_parameters`. If the config has both, only `rope_theta` and `partial_rotary_factor`
+        can come from `rope_parameters`: each is used if neither `rope_scaling` nor the config's top
+        level has it.
 
         Raises:
             CheckpointError: there are different fields for several kinds of layers.

@@ -91,9 +91,9 @@ class Model(Protocol):
     ) -> "Model":
         """Return the model with settings for pages in an 8-bit format.
 
-        The pages of `kept_layers` keep the model's dtype. `layer_scales` are the scales of each
-        layer's keys and values; () if all are 1. Formats with scales of tokens ignore
-        `layer_scales`.
+        The pages of `kept_layers` keep the model's dtype. `layer_scales` has a pair of scales for
+        each layer: of keys and of values, or in latent attention of latents and of rotated key
+        parts. () if all are 1. Formats with scales of tokens ignore `layer_scales`.
         """
         ...
 
@@ -161,7 +161,7 @@ def is_recurrent(model: Model) -> bool:
 
 
 def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
-    """Return the sizes, in tokens, of attention windows that have separate pages.
+    """Return the sizes, in tokens, of the attention windows whose layers have separate pages.
 
     A page of a window's layers is freed when all tokens in the page are behind the window. Windows
     of at least `max_model_len` are left out, because no token is ever behind them. The tuple is

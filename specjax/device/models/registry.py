@@ -223,7 +223,7 @@ def stored_specs(
 
     The `TensorSpec`s describe weights in the form in which the folder stores them, for example
     4-bit numbers with scales. If `quantization` is set, they describe the weights after
-    quantisation. `dtype` is the dtype of dequantised rows of embeddings; None for float32.
+    quantisation. A quantised embedding's rows are dequantised to `dtype`; None for float32.
     """
     files = open_weights(folder, read_config(folder), np.dtype(dtype or "float32"))
     specs = named_specs(model, files.shapes())

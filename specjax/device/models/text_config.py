@@ -144,7 +144,10 @@ def _nested(hf: HFConfig, wrapper: Wrapper, nested: Any) -> dict[str, Any]:
 
 
 def _plain_rope(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rotary embedding's fields, without the fields for positions in images."""
+    """Return a rotary embedding's fields without the fields for positions in images.
+
+    The type "mrope" (multimodal) becomes "default".
+    """
     plain = {name: value for name, value in fields.items() if name not in _MROPE}
     for name in "rope_type", "type":
         if plain.get(name) == "mrope":

@@ -1,4 +1,4 @@
-"""Weights of projections: matrices as they are loaded, on CPUs also in blocks of columns."""
+"""Weights of projections: unquantised matrices, and copies in blocks of columns for CPUs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ Parts = tuple[tuple[str, int], ...]
 def block_columns() -> int | None:
     """Return the number of columns of a block; None if this CPU multiplies faster without blocks.
 
-    XLA's products of few rows read 16 columns at a time, or 64 with AVX-512. Blocks of as many
+    XLA's products of few rows read 16 columns at a time, or 64 with AVX-512. Blocks of 16 or 64
     columns were faster on AMD's CPUs with and without AVX-512, and slower on Intel's with AVX-512.
     """
     if cpu_instructions() != "AVX-512":

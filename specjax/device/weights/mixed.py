@@ -1,4 +1,4 @@
-"""Weights of projections that are stored in several forms."""
+"""Weights of merged projections that checkpoints store in different formats."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate

@@ -75,9 +75,10 @@ class Packed(Quantised):
 
 
 def nearest_arrays(old: Any, matrix: jax.Array) -> dict[str, Any]:
-    """Return the arrays with which `old` would store `matrix` [out, in], by the name of the field.
+    """Return `matrix` [out, in], quantised like `old`, as a dict from field names to arrays.
 
-    `old` is a `Packed`, or has the same fields. Weights are rounded to the nearest numbers.
+    `old` is a `Packed`, or has the same fields. Its inputs are in the order of `matrix`.
+    Weights are rounded to the nearest numbers.
     """
     form, dtype = old.form, old.scales.dtype.name
     if form.is_float:

@@ -69,7 +69,7 @@ def packed_experts(spec: TensorSpec, tensors: Sequence[PackedTensor]) -> Any:
     """Return `PackedExperts` that hold `tensors`, with `TensorSpec`s in the places of arrays.
 
     `spec` is the `TensorSpec` of the same experts without quantisation. The result is None if the
-    tensors differ in form, have reordered inputs, or do not each belong to one expert.
+    tensors differ in form, have reordered inputs, or hold several experts each.
     """
     form = tensors[0].form
     if form.order or not spec.num_stacked or any(one.form != form for one in tensors):

@@ -10,7 +10,10 @@ from specjax.device.weights.matrix import Matrix
 
 @dataclass(frozen=True)
 class Quantised(Matrix):
-    """A matrix [in, out] whose array `values` is [out, ...], multiplied by a kernel."""
+    """A matrix [in, out] of quantised numbers. Its array `values` is [out, ...].
+
+    A kernel computes products with the matrix.
+    """
 
     kernels: str = field(default="auto", kw_only=True)
 

@@ -23,8 +23,8 @@ def rounded(specs: Any, files: TensorFiles, quantization: str, dtype: np.dtype) 
     """Return `files` as `RoundedFiles`: projections are quantised when they are read.
 
     A projection stays unquantised if its inputs cannot be divided into groups with one scale each,
-    or if weights of its class cannot be quantised to such numbers. The division of a model over
-    devices does not change which projections are quantised, nor their numbers.
+    or if its class of weights has no form for the kind of numbers `quantization`. The division of a
+    model over devices changes neither the choice of projections nor their quantised numbers.
 
     Args:
         specs: the model's `TensorSpec`s, with the names in `files`.

@@ -61,9 +61,9 @@ class ScaledExperts(ExpertWeights):
 def scaled_experts(spec: TensorSpec, tensors: Sequence[ScaledTensor]) -> Any:
     """Return `ScaledExperts` for `tensors`: a tree whose leaves are `TensorSpec`s, not arrays.
 
-    `spec` is the `TensorSpec` of the same experts without quantisation. The result is None if
-    experts have different blocks, if the tensors have different dtypes or widths of blocks, or if
-    a tensor is [E, in, out] rather than [E, out, in].
+    `spec` is the `TensorSpec` of the same experts without quantisation. A block is the rows and
+    columns that share a scale. The result is None if blocks differ between experts, if dtypes or
+    widths of blocks differ between tensors, or if tensors are [E, in, out], not [E, out, in].
     """
     if not spec.transpose:
         return None

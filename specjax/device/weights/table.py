@@ -53,7 +53,7 @@ class Table(Weight):
         return jnp.matmul(x, self.values.T, preferred_element_type=dtype)
 
     def _at(self, places: jax.Array) -> jax.Array:
-        """Return the rows [N, D] at `places` i32[N]."""
+        """Return the rows [N, D] at the indices `places` i32[N] of this device's array."""
         return self.values[places]
 
 

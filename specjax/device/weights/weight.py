@@ -41,9 +41,9 @@ class Weight:
         return part if self.axis is None else jax.lax.psum(part, self.axis)
 
     def changes_on(self, platform: str, dtype: Any) -> bool:
-        """Return whether `on(platform)` would change this weight, once its numbers have `dtype`.
+        """Return whether `on(platform)` can change this weight if its array has `dtype`.
 
-        `platform` is "cpu" or "gpu".
+        `platform` is "cpu" or "gpu". The field `values` can still be a `TensorSpec`.
         """
         return False
 

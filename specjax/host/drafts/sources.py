@@ -64,7 +64,11 @@ class OwnText:
         self._room = MAX_NEW_TOKENS
 
     def continuation(self, sample: Sample, num_in_flight: int, count: int) -> Continuation:
-        """See `Source`. A long prompt is indexed in several rounds, which get no drafts from it."""
+        """See `Source`. Return `NOTHING` until all tokens of the sample are indexed.
+
+        A step indexes at most `MAX_NEW_TOKENS` tokens of all samples, so that a long prompt takes
+        several steps.
+        """
         index = self._indexes.get(sample)
         if index is None:
             index = self._indexes[sample] = TextIndex()

@@ -27,7 +27,10 @@ LOOK_EVERY = 8  # if rounds have no drafts, texts are searched once in this numb
 
 
 class Suggestion(NamedTuple):
-    """The tokens that the host expects from position `start` on. The last ones may be drafts."""
+    """The tokens that the host expects from position `start` on.
+
+    Rounds in flight are expected to give the first tokens. The tokens after these are drafts.
+    """
 
     start: int
     tokens: list[int]
@@ -39,7 +42,7 @@ def is_used(path: Suggestion | None, sequence: Sequence, num_kept: int) -> bool:
     """Return whether the drafts of the latest round came from the suggestion `path`.
 
     The round gave the last `num_kept` tokens of the sequence. The drafts came from `path` if `path`
-    agrees with all tokens from its start to the round, and continues after these tokens.
+    begins with the sequence's tokens from position `path.start` up to the round, and is longer.
     """
     if path is None:
         return False
@@ -116,7 +119,10 @@ class Suggester:
 
     @property
     def width(self) -> int:
-        """Maximum number of tokens in a `Suggestion`: for the round in flight, and for the next."""
+        """The maximum number of tokens in a `Suggestion`; 0 without sources.
+
+        The round in flight gives up to `max_drafts` + 1 of these tokens. The others are drafts.
+        """
         return 2 * self.max_drafts + 1 if self.sources else 0
 
     def suggest(

@@ -148,11 +148,11 @@ class TextIndex:
         return best
 
     def _matches(self, last: list[int]) -> list[tuple[int, int]]:
-        """Return earlier occurrences of `last`, the last tokens of a text. The latest one is first.
+        """Return up to `MOST` earlier occurrences of the end of `last`, the latest first.
 
-        An occurrence is a pair (index of the next token, number of equal tokens before it). The
-        last 8 tokens are looked up first, then the last 4, and then the last 2, until an occurrence
-        is found.
+        `last` holds the last tokens of a text. An occurrence is a pair (index of the next token,
+        number of equal tokens before it). The last 8 tokens are looked up first, then the last 4,
+        and then the last 2, until an occurrence is found.
         """
         text, first = self._tokens, self._first
         size = len(text)

@@ -75,7 +75,7 @@ class _Counts:
                 self.rejected[num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """Return the estimated acceptance rate at position i.
+        """Return the estimated conditional acceptance rate at position i, counted from 0.
 
         This is the weighted mean of the observed rate and of `prior`, which counts like `weight`
         drafts.
@@ -87,9 +87,9 @@ class _Counts:
 class Acceptance:
     """Learns from outcomes of rounds how often the first, the second, ... draft is accepted.
 
-    There is a rate for each draft position: for all requests together, for each bucket of lengths
-    (see `contexts`), and for each group of requests in a bucket. Each rate starts at a prior rate,
-    and approaches the observed fraction as drafts are counted. The prior rates are
+    There is a conditional rate for each draft position: for all requests together, for each bucket
+    of lengths (see `contexts`), and for each group of requests in a bucket. Each rate starts at a
+    prior rate, and approaches the observed fraction as drafts are counted. The prior rates are
 
     - for a group: the bucket's rate at the same position,
     - for a bucket: the rate of the next shorter bucket, or, for the shortest one, of all requests,
@@ -196,7 +196,7 @@ class Acceptance:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """Return AL(k), the mean number of tokens per round of k drafts.
+    """Return AL(k), the mean number of tokens that a request gains in a round of k drafts.
 
     The target's own token counts, too. `rates` are the unconditional acceptance rates.
     """

@@ -49,7 +49,7 @@ class Fairness:
             load: the load of the round.
             goodput: tokens per millisecond, over all requests, by K.
             max_slowdown: see the module's docstring.
-            cost: the times of rounds, which are being learned; None if they are known.
+            cost: the estimated times of rounds; None if they count as certain: `doubt` is 0.
         """
         if load.requests is None or 0 not in goodput or max_slowdown >= 1:
             return None
@@ -66,7 +66,7 @@ class Fairness:
     def __init__(self, members: Any, least: float, doubt: float):
         """`members` bool[n, R] says in which of R ranges of context lengths each of n requests is.
 
-        Ranges with few requests are left out. `least` is the minimum of tokens per millisecond:
+        Ranges with few requests are left out. `least` is the minimum number of tokens per ms:
         (1 - max_slowdown) times the value for a round without drafts. For `doubt`, see the class.
         """
         self._means = members / members.sum(axis=0)

@@ -272,7 +272,7 @@ class GoodputPolicy:
         return k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
-        """Return the estimated number of tokens per millisecond for each K."""
+        """Return the estimated number of tokens per millisecond, over all requests, by K."""
         return self._goodput(load, self._gains(load))
 
     def _gains(self, load: DecodeLoad) -> Any:

@@ -156,7 +156,8 @@ class RequestRates:
     def _make_room(self, keys: Sequence[Hashable]) -> None:
         """Make room for the new requests among `keys`, if necessary.
 
-        The arrays grow, or all requests except `keys` are forgotten.
+        The arrays grow. If they would need more than 2 * (len(keys) + _ROOM) rows, all requests
+        except `keys` are forgotten instead.
         """
         needed = len(self._rows) + len(keys)
         if needed <= len(self._counts):

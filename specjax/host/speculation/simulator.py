@@ -102,9 +102,9 @@ class Workload:
         effects: for each request, the difference between its log-odds of acceptance and the
             log-odds of a typical request.
         contexts: number of tokens of each request's prompt; () if all prompts are empty.
-        texts: for each request, the acceptance rate of drafts from texts, which replace all of the
-            drafter's drafts; 0 if texts give the request no drafts. () if texts give drafts to no
-            request.
+        texts: for each request, the acceptance rate of its drafts from texts, or 0 if it has no
+            drafts from texts. A request with drafts from texts never uses the drafter's drafts.
+            `texts` is () if no request has drafts from texts.
     """
 
     lengths: Sequence[int]
@@ -148,8 +148,8 @@ class Outcome:
     """The outcome of a simulated run.
 
     Goodput is the expected number of tokens per millisecond. For a split round, in which only some
-    requests draft, goodput is the actual number of tokens per expected millisecond. So the regret
-    of a split round may be negative.
+    requests draft, goodput is the actual number of tokens, divided by the expected milliseconds. So
+    the regret of a split round may be negative.
 
     Attributes:
         makespan_ms: time from the first arrival to the last token.

@@ -180,7 +180,10 @@ class Splitter:
             self.wish = SplitWish(best.shape, 1 - reached / best.goodput)
 
     def _times(self, cost: StepCost, table: Any, shape: SplitShape) -> tuple[float, float]:
-        """Return a split round's milliseconds as one program, and as two programs."""
+        """Return a split round's milliseconds as one program and as two programs.
+
+        The times are without context.
+        """
         _, level = self._corrections.get(shape, (0, 0.0))
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]

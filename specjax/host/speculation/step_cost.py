@@ -177,9 +177,9 @@ class StepCost:
         self._found.clear()
 
     def _columns(self, batch_size: int, bucket: int) -> tuple[Column, Column]:
-        """Return the known and the estimated milliseconds by K, without context.
+        """Return two maps from K to milliseconds, like `_estimates`, for any batch size.
 
-        In contrast to `_estimates`, the batch size need not be in `batches`.
+        A batch size that is not in `batches` is padded, or the times are interpolated.
         """
         if self._is_padded:
             return self._estimates((self._index(batch_size), bucket))
@@ -188,12 +188,13 @@ class StepCost:
         return self._between(known, batch_size), self._between(estimates, batch_size)
 
     def _estimates(self, place: "_Place") -> tuple[Column, Column]:
-        """Return the known and the estimated milliseconds by K, both without context.
+        """Return two maps from K to the milliseconds of a round: known times, and estimates.
 
-        `place` is a batch size's index and a bucket of context lengths. The known times come from a
-        profile or from artificial rounds. The estimates are computed from the known times and from
-        the times of rounds that ran users' requests. A bucket without such rounds has the estimates
-        of the first bucket.
+        Neither map includes the drift, or the time that context tokens add. `place` is the index of
+        a batch size, and a bucket of context lengths. The known times come from a profile or from
+        artificial rounds. The estimates are computed from the known times and from the times of
+        rounds with users' requests. If no round with users' requests has run in this bucket, the
+        estimates of the first bucket are returned.
         """
         if place not in self._known:
             base = self._rows[place[0]]

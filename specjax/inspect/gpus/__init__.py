@@ -36,7 +36,10 @@ class GPU:
 
     @property
     def architecture(self) -> str:
-        """The architecture for ptxas, like "sm_90a". An "a" adds its specific instructions."""
+        """The architecture for ptxas, like "sm_90a".
+
+        The "a" permits instructions that only this architecture has.
+        """
         return f"sm_{self._number('major')}{self._number('minor')}a"
 
     def _number(self, field: str) -> int:

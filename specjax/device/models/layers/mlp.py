@@ -1,4 +1,4 @@
-"""The feed-forward layer, and the activations of its inner projections."""
+"""The feed-forward layer, and the activation functions before its down projection."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -11,15 +11,15 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Activation(Protocol):
-    """A hashable function that a feed-forward layer applies between its projections."""
+    """A hashable function that turns outputs of gate and up projections into activations."""
 
-    # Names of the inner projections in checkpoints, in the order of their columns.
+    # Names in checkpoints of the projections whose outputs are the input, in the order of columns.
     inputs: ClassVar[tuple[str, ...]]
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F], where F is the inner width of the layer.
+        """Return the activations [N, F], which are the input of the down projection.
 
-        x [N, P F] holds the outputs of the P = len(inputs) inner projections.
+        x [N, P F] holds the outputs of the P projections in `inputs`, each F wide.
         """
         ...
 
@@ -31,7 +31,7 @@ class SwiGLU:
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
+        """Return silu(gate) up [N, F] for x [N, 2 F], the outputs of gate and up projections."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
 
@@ -49,7 +49,7 @@ class GeGLU:
     inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
+        """Return gelu(gate) up [N, F] for x [N, 2 F], the outputs of gate and up projections."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.gelu(gate, approximate=True) * up
 
@@ -61,7 +61,7 @@ class SquaredReLU:
     inputs: ClassVar[tuple[str, ...]] = ("up",)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F] of the inner projection's output x [N, F]."""
+        """Return max(x, 0)^2 for x [N, F], the output of the up projection."""
         return jnp.square(jax.nn.relu(x))
 
 
@@ -76,7 +76,7 @@ class ClampedSwiGLU:
     alpha: float
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the activations [N, F] of the inner projections' output x [N, 2 F]."""
+        """Return the activations [N, F] for x [N, 2 F], the outputs of gate and up projections."""
         gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
         return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
 
@@ -112,7 +112,7 @@ class MLP:
 
 
 def mlp(params: MLP, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
-    """Compute down(activation(inner x)) for x [N, D]."""
+    """Return the layer's output down(activation(inner(x))) [N, D] for x [N, D]."""
     return params.down.total(params.feed_part(x, activation))
 
 
@@ -127,7 +127,7 @@ def mlp_specs(
     """Return the weights as `TensorSpec`s with Hugging Face's names.
 
     `prefix` is the layer's name in checkpoints, `dim` is the hidden size, and `inner` is the width
-    between the projections. `is_merged` says whether the checkpoint stores gate and up in one
+    F of the activations. `is_merged` says whether the checkpoint stores gate and up in one
     tensor. `name` is the name of the inner axis, which can be divided over devices (see
     `TensorSpec.cuts`).
     """

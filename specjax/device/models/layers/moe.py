@@ -112,13 +112,13 @@ def moe(
 
 
 def _local_routes(routes: Routes, first: jax.Array, count: int) -> tuple[Routes, jax.Array]:
-    """Return the part of `routes` that leads to this device's experts.
+    """Return `routes`, limited to this device's experts, and which chosen experts are here.
 
     This device has `count` experts, beginning with expert `first`. The second result is bool[N, C]:
-    whether each of a row's chosen experts is on this device.
+    whether each of the C experts chosen for a row is on this device.
 
     In the new routes, the rows of this device's experts come first. Later rows are not computed,
-    because `sizes` counts only the rows of this device's experts.
+    because `sizes` counts only the rows of this device's experts. Expert ids count from `first`.
 
     Every device has all rows, so devices exchange only the sum of the experts' outputs. If rows
     were sent to the devices of their experts, a second exchange would be needed, and no computation

@@ -1,7 +1,8 @@
-"""Routers of a mixture of experts. A router chooses experts for each row, and their weights.
+"""Routers of a mixture of experts. A router determines each row's experts and their weights.
 
 A router defines its parameters, its logits and a `Rule`. The kernel `route` applies the rule to the
-logits. A model chooses one of the routers, and does not define routing itself.
+logits, and so chooses experts and computes their weights. A model has one of the routers, and does
+not define routing itself.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ from specjax.device.weights.matrix import Matrix, dense
 
 
 class Router(Protocol):
-    """Chooses experts for rows. A router is hashable; only its own code reads its parameters."""
+    """The interface of routers. A router is hashable.
+
+    Only a router's methods read its parameters.
+    """
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """Return the parameters as `TensorSpec`s.
@@ -27,7 +31,7 @@ class Router(Protocol):
 
     @property
     def rule(self) -> Rule:
-        """The rule that chooses experts and computes their weights."""
+        """How the kernel `route` chooses experts from the logits and computes their weights."""
         ...
 
     def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -40,7 +44,7 @@ class Router(Protocol):
 
 @dataclass(frozen=True)
 class SoftmaxRouter:
-    """A router that chooses the experts with the largest logits.
+    """A router whose rule chooses the experts with the largest logits.
 
     The weights are a softmax over the logits of the chosen experts, or of all experts.
     """
@@ -70,7 +74,7 @@ class SigmoidWeights(NamedTuple):
 
 @dataclass(frozen=True)
 class SigmoidRouter:
-    """A router that chooses the experts with the largest corrected sigmoids of the logits.
+    """A router whose rule chooses the experts with the largest corrected sigmoids of logits.
 
     The correction balances the experts' load (DeepSeek-V3, sec. 2.1.2). It affects only the choice:
     weights are the uncorrected sigmoids.
