@@ -66,7 +66,10 @@ def choose_config(
     dtype: jnp.dtype,
     pool_dtype: jnp.dtype,
 ) -> LatentTuning:
-    """Return the tiling for `num_rows` rows per request that attend to up to `context` tokens."""
+    """Return the tiling for `num_rows` tokens per request, each with a query row per head.
+
+    The tokens attend to up to `context` tokens.
+    """
     tiles, rows = TILES[dtype.itemsize, pool_dtype.itemsize], num_rows * num_heads
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]

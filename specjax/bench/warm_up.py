@@ -32,12 +32,12 @@ class WarmUp:
 
 
 def warm_up(offline: Offline, queries: Sequence[Query], min_runs: int) -> WarmUp:
-    """Run all prompts at least `min_runs` times, and until a run needs no new programs.
+    """Run all prompts at least `min_runs` times, and until no more programs are compiled.
 
-    After each run, the missing programs whose absence cost most time are compiled. If the absence
-    of all missing programs cost at most the fraction `ALLOWED` of the run's time, none is compiled.
-    The warm-up ends after a run during which and after which no program was compiled. It also ends
-    after `MAX_SECONDS`, but not before `min_runs` runs.
+    After each run, missing programs are compiled, those first that cost the run the most time,
+    until the others together cost at most the fraction `ALLOWED` of the run's time. The warm-up
+    ends when no program was compiled in or after a run, or once `MAX_SECONDS` have passed. It never
+    ends before `min_runs` runs.
     """
     start, num_runs, is_settled = time.perf_counter(), 0, False
     while num_runs < min_runs or not (is_settled or time.perf_counter() - start >= MAX_SECONDS):

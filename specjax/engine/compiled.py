@@ -242,7 +242,10 @@ class CompiledPrograms:
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """The number of pages for each page table."""
+        """The number of pages in each pool.
+
+        The first pool is the main one. The others are for sliding windows with separate pages.
+        """
         others = sizes_of_windows(self._config, self.model, self._max_drafts)
         return self._config.num_pages, *(pages for _, pages in others)
 

@@ -234,8 +234,8 @@ class Repertoire:
     def settle(self, allowed_ms: float) -> None:
         """Compile in the background the programs whose absence cost time since the last call.
 
-        The programs whose absence cost most come first. Stop when the absence of all remaining
-        programs together cost at most `allowed_ms`.
+        A missing program costs time if a step ran in a slower program instead. The programs that
+        cost the most come first. Stop when all others together cost at most `allowed_ms`.
         """
         lost, self._lost_ms = self._lost_ms, defaultdict(float)
         total = sum(lost.values())

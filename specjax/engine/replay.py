@@ -70,7 +70,7 @@ def measure_rounds(
 
     Rounds run as in serving: each round is launched before the previous round is read. Host time
     counts only while the device waits for the host, as in `RoundClock.time`. `num_pages` holds the
-    number of pages for each page table.
+    number of pages in each pool.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
@@ -200,7 +200,7 @@ def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> 
     """Return the packed inputs of a round whose times are measured; see `batch.pack`.
 
     The round has `batch` artificial requests, in the first rows of the state and on consecutive
-    pages. `num_pages` holds the number of pages for each page table.
+    pages. `num_pages` holds the number of pages in each pool.
     """
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k

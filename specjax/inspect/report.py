@@ -247,7 +247,10 @@ class StepReport:
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The number of bytes that the step and each part in `PARTS` move, for a greedy batch."""
+        """The bytes that the step ("step") and each part in `PARTS` read and write on one device.
+
+        The batch is greedy.
+        """
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes

@@ -1,8 +1,9 @@
 """The formats in which known models write tool calls and reasoning.
 
 The `response_template` of a format says how to read responses. Its `CallForm` has the texts for
-grammars that force calls. A format is chosen if its signs, certain texts, occur in the model's chat
-template. To support another format, add one `ResponseFormat` and one entry in `FORMATS`.
+grammars that force calls. The first format in `FORMATS` whose signs (texts) all occur in the
+model's chat template is chosen. To support another format, add one `ResponseFormat` and one entry
+in `FORMATS`.
 """
 
 from collections.abc import Mapping

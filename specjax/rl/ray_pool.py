@@ -44,7 +44,7 @@ class _Busy(NamedTuple):
 class WorkerPool:
     """A fixed number of workers.
 
-    A worker that replaces a dead worker gets the current weights and sleep level.
+    A worker that replaces a dead worker gets the current weights, corpora and sleep level.
 
     Args:
         ray: the ray module, initialized.

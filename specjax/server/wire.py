@@ -1,6 +1,7 @@
-"""The bodies of requests and responses, with the names and defaults of OpenAI's API and of vLLM.
+"""The bodies of requests and responses, with the names of OpenAI's API and of vLLM.
 
-A field of a request that is null counts as absent. `SamplingParams` checks the values.
+A field of a request that is null counts as absent. Only types are checked here. `SamplingParams`
+and `ChatOptions` check the values.
 """
 
 from typing import Any

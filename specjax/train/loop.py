@@ -85,7 +85,7 @@ def fit(
 ) -> tuple[Any, list[dict[str, float]]]:
     """Minimise `loss` over `trainable`; return the trained tree and the log of metrics.
 
-    `frozen` has the arrays that the loss reads but that are not trained. `labels` names the
+    `frozen` holds the arrays that the loss reads but does not train. `labels` names the
     optimiser of each trained array; see `muon_and_adamw`.
 
     The state is saved under `directory` every `save_every` steps and after the last step,
@@ -93,7 +93,7 @@ def fit(
     keys depend only on the step.
 
     Raises:
-        ValueError: the checkpoint has other parameters.
+        ValueError: the checkpoint does not fit this run's parameters.
     """
     console, pace = Console(stderr=True), Pace()
     steps = schedule.steps

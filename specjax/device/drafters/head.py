@@ -76,7 +76,7 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
 
     @property
     def weights(self) -> HeadT:
-        """The head, which describes its weights."""
+        """See `Drafter.weights`. The head itself is the description."""
         return self.head
 
     @property

@@ -175,7 +175,8 @@ def check_fields(hf: HFConfig, text: HFConfig) -> None:
         text: the config of the text model, which can be a part of `hf`; see `read_text`.
 
     Raises:
-        CheckpointError: a field is not supported. The message names the field and its effect.
+        CheckpointError: a field, or the quantisation method, is not supported. The message names
+            the field and its effect, or the method.
     """
     kind = text.get("model_type", None)
     refuse_quantised(text, QUANTISED.get(kind, ()))

@@ -127,7 +127,7 @@ class _Spec(TensorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class _ScalesSpec(_Spec):
-    """The `TensorSpec` of the scales f32 of all heads' keys or values."""
+    """The `TensorSpec` of the f32 scales of the weights in `_Spec`."""
 
     stored_rows: int  # that share a scale in the file
     block: tuple[int, int]  # of the engine's array, in the order of the file
