@@ -9,6 +9,9 @@ from numbers import Integral, Real
 from typing import Any
 
 NEAR = 0.75  # minimum similarity of a suggested name
+# A step shape may be this many times as large as any step, and the rest is padding. Exact mode pads
+# a single request to 16; much more would take memory and time for nothing.
+MAX_PADDING = 16
 # Packages whose frames may lie between a warning and the line that caused it.
 _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
@@ -134,23 +137,33 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
     return tuple(parsed)
 
 
-def parse_batches(given: Any) -> tuple[int, ...]:
+def parse_batches(given: Any, max_num_seqs: int) -> tuple[int, ...]:
     """Return the sizes of `decode_batches` in ascending order.
 
     Raises:
-        ValueError: an entry is not a batch size.
+        ValueError: an entry is not a batch size, or is far larger than `max_num_seqs`.
     """
     if not isinstance(given, Iterable) or not (sizes := list(given)):
         raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
     check_positive(**{f"decode_batches[{i}]": size for i, size in enumerate(sizes)})
+    most = MAX_PADDING * max_num_seqs
+    for i, size in enumerate(sizes):
+        if size > most:
+            raise ValueError(
+                f"decode_batches[{i}]={size} must be at most {most}, {MAX_PADDING} times "
+                f"max_num_seqs={max_num_seqs}: the rest of a round is padding; lower it, or raise "
+                "max_num_seqs"
+            )
     return tuple(sorted(set(sizes)))
 
 
-def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
+def parse_shapes(given: Any, possible: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs (batch, width) of `prefill_shapes` in ascending order of width.
 
+    `possible` is the maximum number of prompt tokens in a step.
+
     Raises:
-        ValueError: an entry is not a (batch, width) pair.
+        ValueError: an entry is not a (batch, width) pair, or holds far more tokens than `possible`.
     """
     shapes = list(given) if isinstance(given, Iterable) else []
     if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
@@ -159,6 +172,13 @@ def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
         )
     for i, (batch, width) in enumerate(shapes):
         check_positive(**{f"prefill_shapes[{i}][0]": batch, f"prefill_shapes[{i}][1]": width})
+        if batch * width > (most := MAX_PADDING * possible):
+            raise ValueError(
+                f"prefill_shapes[{i}]={(batch, width)} must hold at most {most} tokens, "
+                f"{MAX_PADDING} times the {possible} prompt tokens that a step may have: the rest "
+                "is padding; lower it, or raise max_num_batched_tokens, max_num_seqs or "
+                "max_model_len"
+            )
     return tuple(sorted({(batch, width) for batch, width in shapes}, key=lambda s: s[::-1]))
 
 

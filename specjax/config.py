@@ -75,7 +75,7 @@ class SpeculativeConfig:
         aux_id_convention: which hidden state the number i in an EAGLE-3 config means: the input of
             layer i ("entering", as in vLLM) or its output ("output", as in SGLang). i is 0-based.
         prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
-            default 2 and 5.
+            default 2 and 5, at most 64.
         suffix_decoding_...: as in vLLM, in the order of the fields: longest match, in tokens;
             number of earlier outputs kept; drafts per matched token; least probability that all
             drafts are accepted.
@@ -133,8 +133,9 @@ class SpeculativeConfig:
             if value is None:
                 continue
             check_choice(where, value, allowed)
-            if name in choices and not METHODS[self.method].has_weights:
-                raise ValueError(f"{where}={value!r}: {self.method!r} has no weights; leave it out")
+            if not METHODS[self.method].has_weights:
+                what = "weights" if name in choices else "pages"
+                raise ValueError(f"{where}={value!r}: {self.method!r} has no {what}; leave it out")
 
     @property
     def all_sources(self) -> tuple[str, ...]:
@@ -261,7 +262,7 @@ class EngineConfig:
         max_num_scheduled_tokens: maximum number of tokens per step without these extra tokens; None
             for max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
-            max_num_seqs. The largest size must be at least max_num_seqs.
+            max_num_seqs. The largest size must be at least max_num_seqs, and at most 16 times it.
         prefill_shapes: pairs (batch, width) that prefill steps are compiled for; None for widths
             that double up to the token budget, each for 1, 4, 16, ... prompts. The largest must
             hold max_num_batched_tokens tokens, or max_num_seqs requests of maximum length.
@@ -415,7 +416,7 @@ class EngineConfig:
         return tuple(shapes)
 
     def _checked_batches(self) -> tuple[int, ...]:
-        sizes = parse_batches(self.decode_batches)
+        sizes = parse_batches(self.decode_batches, self.max_num_seqs)
         if sizes[-1] < self.max_num_seqs:
             raise ValueError(
                 f"decode_batches={self.decode_batches!r} holds no round of "
@@ -426,9 +427,9 @@ class EngineConfig:
 
     def _checked_shapes(self) -> tuple[tuple[int, int], ...]:
         given = self.prefill_shapes
-        ordered = parse_shapes(given)
         # No step has more prompt tokens than the budget, or than all of its requests together.
         possible = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+        ordered = parse_shapes(given, possible)
         largest = max(batch * width for batch, width in ordered)
         if largest < possible and ordered != self._usual_shapes():
             width = ordered[-1][1]

@@ -108,12 +108,11 @@ class LLM(CorpusMethods, VllmMethods):
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
         self._name = str(model) if isinstance(model, str | Path) else type(model)
-        self._method = serving.method
         self._verbose = verbose = given["verbose"]
         self._lock = OwnLock()  # guards the engine; held per step, not per call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
-        self._default_params = serving.default_params
+        self._method, self._default_params = serving.method, serving.default_params
         self.engine = serving.build_engine(show_progress=verbose)
         seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
         get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
@@ -157,9 +156,10 @@ class LLM(CorpusMethods, VllmMethods):
         with self._running(requests) as started:
             samples = samples_of(started)
             with progress(samples, self.metrics, use_tqdm, verbose=self._verbose) as tick:
-                while not all(sample.is_finished for sample in samples):
-                    self._step()
-                    tick()
+                for sample in samples:  # each is checked until it ends, and not again
+                    while not sample.is_finished:
+                        self._step()
+                        tick()
             self._drain()
         return [outputs.output() for outputs in started]
 

@@ -7,6 +7,9 @@ from specjax.checks import check_count, check_positive, is_number
 # A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 SOURCES = ("suffix",)  # sources of drafts on the host
+# Maximum length of a match of "ngram", in tokens. Each token adds a pass over the whole context to
+# every step's program, so that a huge number would never compile. Useful matches have a few tokens.
+MAX_LOOKUP = 64
 
 
 class Method(NamedTuple):
@@ -93,8 +96,12 @@ def _lookup_bounds(shortest: Any, longest: Any) -> tuple[int, int]:
     """
     where = "speculative_config.prompt_lookup"
     named = {f"{where}_min": shortest, f"{where}_max": longest}
-    check_positive(**{name: value for name, value in named.items() if value is not None})
-    if shortest is None and longest is None:
+    named = {name: value for name, value in named.items() if value is not None}
+    check_positive(**named)
+    for name, value in named.items():
+        if value > MAX_LOOKUP:
+            raise ValueError(f"{name}={value} must be at most {MAX_LOOKUP}; 2 to 5 are usual")
+    if not named:
         return 2, 5
     low = longest if shortest is None else shortest
     high = shortest if longest is None else longest

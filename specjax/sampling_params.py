@@ -3,6 +3,7 @@
 import json as json_module
 import math
 import operator
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
@@ -18,6 +19,7 @@ MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
 MAX_BAD_WORDS = 32  # number of token sequences; each word gives one or two
 MAX_BAD_WORD_TOKENS = 8
+MAX_SAMPLES = 16384  # per prompt, as in vLLM; each takes host memory while it waits
 LARGEST = 1e30  # maximum scale or shift of logits, which must stay finite in float32
 
 LogitsProcessor = Callable[[Any, Any, Any], Any]
@@ -77,10 +79,7 @@ class StructuredOutputs:
             object.__setattr__(self, "json", {"type": "object"})
             object.__setattr__(self, "json_object", None)
         if isinstance(self.json, str):
-            try:
-                json_module.loads(self.json)
-            except json_module.JSONDecodeError as error:
-                raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+            _parse("structured_outputs.json", self.json)
         elif not isinstance(self.json, Mapping | None):
             raise ValueError(
                 f"structured_outputs.json={self.json!r} must be a schema: a mapping or JSON text"
@@ -109,19 +108,19 @@ def _structural_tag(given: Any) -> Mapping[str, Any]:
             does not begin any structure.
     """
     where = "structured_outputs.structural_tag"
-    try:
-        tag = json_module.loads(given) if isinstance(given, str) else given
-    except json_module.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+    tag = _parse(where, given) if isinstance(given, str) else given
     if not isinstance(tag, Mapping) or set(tag) - {"type"} != {"structures", "triggers"}:
-        raise ValueError(f"{where}={given!r} must have the keys structures and triggers")
+        shown = reprlib.repr(given)  # the whole may be nested too deeply for `repr`
+        raise ValueError(f"{where}={shown} must have the keys structures and triggers")
     triggers = _texts(f"{where}.triggers", tag["triggers"])
     structures = tag["structures"]
     if not isinstance(structures, Sequence) or not structures:
         raise ValueError(f"{where}.structures={structures!r} must be a list, not empty")
     for one in structures:
         if not isinstance(one, Mapping) or set(one) != {"begin", "schema", "end"}:
-            raise ValueError(f"{where}.structures has {one!r}; it must have begin, schema and end")
+            raise ValueError(
+                f"{where}.structures has {reprlib.repr(one)}; it must have begin, schema and end"
+            )
         _texts(f"{where}.structures: begin", [one["begin"]])
         if not isinstance(one["end"], str) or not isinstance(one["schema"], Mapping):
             raise ValueError(f"{where}.structures has {one!r}: end is a text, schema a mapping")
@@ -132,6 +131,16 @@ def _structural_tag(given: Any) -> Mapping[str, Any]:
     if idle := [t for t in triggers if not any(s["begin"].startswith(t) for s in structures)]:
         raise ValueError(f"{where}: the trigger {idle[0]!r} begins no structure; leave it out")
     return tag
+
+
+def _parse(where: str, text: str) -> Any:
+    """Return the value of a JSON text. Errors begin with `where`, the name of its field."""
+    try:
+        return json_module.loads(text)
+    except RecursionError as error:
+        raise ValueError(f"{where} is nested too deeply; use fewer levels") from error
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
 
 
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
@@ -152,7 +161,7 @@ class SamplingParams:
     previous parameters kept. Tokens that tie at a threshold are kept.
 
     Attributes:
-        n: number of samples per prompt. They share the KV cache pages of the prompt.
+        n: number of samples per prompt, at most 16384. They share the KV cache pages of the prompt.
         presence_penalty: number subtracted from the logits of tokens in the output.
         frequency_penalty: number subtracted from a logit for each occurrence of the token in the
             output.
@@ -226,7 +235,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
 
     def __post_init__(self):
-        _check_int("n", self.n, 1)
+        _check_int("n", self.n, 1, MAX_SAMPLES, remedy="repeat the prompt for more samples")
         _check_number("temperature", self.temperature, 0, LARGEST, "0 means greedy")
         _check_number("top_p", self.top_p, 0, 1, "1 keeps all tokens", is_open=True)
         _check_int("top_k", self.top_k, -1, remedy="0 or -1 keeps all tokens")

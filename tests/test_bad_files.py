@@ -68,7 +68,8 @@ BAD_FILES = [
     ("chat_template.jinja", b"\xff\xfe", "cannot be read"),
     *((DEFAULTS, text, "is damaged") for text in ("", "[]")),
     *((DEFAULTS, f'{{"eos_token_id": {x}}}', "eos_token_id") for x in ('"x"', "1.5", '[1, "a"]')),
-    *((DEFAULTS, f'{{"eos_token_id": {x}}}', "eos_token_id") for x in ("-1", "true")),
+    *((DEFAULTS, f'{{"eos_token_id": {x}}}', "eos_token_id") for x in ("-1", "true", 2**31)),
+    (DEFAULTS, f'{{"eos_token_id": {[*range(9)]}}}', "at most 8"),
     (DEFAULTS, '{"temperature": "hot"}', "temperature='hot'"),
     (WEIGHTS, b"", "is damaged"),
     (WEIGHTS, b"<!DOCTYPE html>" + b" " * 400, "is damaged"),
@@ -119,6 +120,11 @@ BAD_CONFIGS = [
     *(({name: x}, [name]) for name, x in (("vocab_size", None), ("hidden_size", -32))),
     ({"rope_parameters": {"rope_type": "longrope"}}, ["'longrope'"]),
     ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor"]),
+    *(
+        ({"dtype": None, name: x}, [f"{name}={x!r}", "bfloat16"])
+        for name in ("dtype", "torch_dtype")
+        for x in ("bf16", "float8", "int8", "", 3, ["float32"])
+    ),
 ]
 
 

@@ -17,6 +17,7 @@ from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
+    MAX_SAMPLES,
     MAX_STOP_IDS,
 )
 from specjax.text.prompts import RequestMaker
@@ -81,7 +82,7 @@ NO_COUNT = [1.5, 2.0, True, np.True_, "2", nan, inf, np.array([1, 2])]
 NO_NUMBER = ["1", b"1", None, True, np.True_, nan, inf, 1j, object, 10**400, [0.5], np.ones(2)]
 NO_SWITCH = ["no", "", None, 2, np.array([1, 2])]
 BAD_FIELDS = {
-    "n": [0, -1, None, *NO_COUNT],
+    "n": [0, -1, None, MAX_SAMPLES + 1, 10**30, *NO_COUNT],
     "temperature": [-0.5, -1e-9, 1e39, *NO_NUMBER],
     "top_p": [0, 0.0, -0.1, 1.01, *NO_NUMBER],
     "top_k": [-2, None, *NO_COUNT],
@@ -117,6 +118,7 @@ def test_a_field_out_of_range(name):
         refusal(lambda value=value: SamplingParams(**{name: value}), f"{name}={value!r}")
 
 
+DEEP = "[" * 100_000
 NO_IDS = [-1], [1.0], ["1"], [True]
 NO_TEXTS = [""], ["a", ""], [5], [b"a"], [None]
 BAD_MEMBERS = [  # of texts, lists and mappings
@@ -136,6 +138,7 @@ BAD_MEMBERS = [  # of texts, lists and mappings
     ("structured_outputs", {"json": {}, "regex": "a"}, "'json', 'regex'"),
     *(("structured_outputs", value, "unknown") for value in ({"a": {}}, {1: {}}, {1: {}, "a": 5})),
     *(("structured_outputs", {"json": value}, ".json") for value in ("{", "", 5, True, [])),
+    *(("structured_outputs", {name: DEEP}, f".{name}") for name in ("json", "structural_tag")),
     *(("structured_outputs", {"regex": value}, ".regex") for value in ("", 5, b"a")),
     *(("structured_outputs", {"grammar": value}, ".grammar") for value in ("", 5)),
     *(("structured_outputs", {"choice": v}, ".choice") for v in ("ab", [], [""], ["a", 5], 5, {})),

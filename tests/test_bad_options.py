@@ -30,14 +30,16 @@ BAD_OPTIONS = {
     **dict.fromkeys(("enable_prefix_caching", "async_scheduling", "exact"), ["no", 1, None]),
     "verbose": ["no", 1, None],
     "max_model_len": [0, 513, *NO_COUNT],  # of 512
-    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "page_size"), [0, *NO_COUNT]),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens"), [0, *NO_COUNT]),
+    "page_size": [0, 257, 10**18, 10**30, *NO_COUNT],  # max_model_len=128
     **dict.fromkeys(("max_num_scheduled_tokens", "num_pages"), [0, *NO_COUNT]),
     **dict.fromkeys(("num_snapshots", "max_logprobs"), NO_COUNT),
     "seed": [True, "1", None, 1.0, -(2**63) - 1, 2**64],
     "gpu_memory_utilization": ["0.9", None, True, 90, nan, -0.5, 0.0, 1.1],
     "tensor_parallel_size": ["1", 5, 0, None, True],
     "data_parallel_size": ["2", 2.0, 5, 0, True, None],
-    "compilation_cache": [5, True, ["a"]],
+    "compilation_cache": [5, True, ["a"], ""],
+    "quantization": [["fp8"], {"fp8": 1}, "awq", 8, True],
     "collectives": [None, 1, "ring"],
     "logprobs_mode": [["raw"], 5, "cooked", None],
     "dtype": [None, 5, np.float32, "fp8", "half", "float16", "bf16", ["float32"]],
@@ -71,13 +73,21 @@ BAD_SETS = [
     (FEW | {"decode_batches": (1, 4)}, ["max_num_seqs to 4"]),
     (FEW | SMALL, ["prefill_shapes=((1, 8),)", "add (3, 8)", "max_num_batched_tokens=24", "to 8"]),
     (FEW | {"prefill_shapes": ((1, 8), (2, 10))}, ["20 tokens of the 24", "add (3, 10)"]),
+    *(
+        (FEW | {"decode_batches": (6, size)}, [f"decode_batches[1]={size}", "96", "max_num_seqs=6"])
+        for size in (97, 10**9, 10**30)
+    ),
+    *(
+        (FEW | {"prefill_shapes": ((1, 24), shape)}, [f"prefill_shapes[1]={shape}", "384", "24"])
+        for shape in ((5, 77), (1, 10**12), (10**30, 1))
+    ),
     ({"num_pages": 3, "page_size": 16}, ["num_pages=3", "max_model_len=128", "8 pages"]),
     ({"speculative_config": {}}, ["lacks"]),
     ({"speculative_config": NGRAM | {"model": "a"}}, ["model='a'"]),
     ({"speculative_config": NGRAM | {"method": "eagle", "model": "no/such"}}, ["no/such"]),
     *(
         ({"speculative_config": NGRAM | {f"prompt_lookup_{end}": value}}, [f"_{end}={value!r}"])
-        for end, value in (("max", 0), ("min", 0), ("max", "3"))
+        for end, value in (("max", 0), ("min", 0), ("max", "3"), ("max", 65), ("min", 10**9))
     ),
     (
         {"speculative_config": NGRAM | {"prompt_lookup_min": 4, "prompt_lookup_max": 2}},

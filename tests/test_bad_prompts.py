@@ -114,10 +114,10 @@ def talk(**fields):
 NO_CALLS = 5, [5], [{"type": "custom"}], [{"function": 3}]
 BAD_CHATS = [
     ({"chat_template": 5}, ["chat_template=5"]),
-    ({"chat_template": "{{"}, ["chat template", "failed"]),
-    ({"chat_template": "{{ 1 / 0 }}"}, ["chat template", "division by zero"]),
-    ({"chat_template": "{{ raise_exception('no tools') }}"}, ["chat template", "no tools"]),
-    ({"chat_template": "{{ messages[7].content }}"}, ["chat template", "no element 7"]),
+    ({"chat_template": "{{"}, ["given as chat_template", "failed"]),
+    ({"chat_template": "{{ 1 / 0 }}"}, ["given as chat_template", "division by zero"]),
+    ({"chat_template": "{{ raise_exception('no tools') }}"}, ["chat_template", "no tools"]),
+    ({"chat_template": "{{ messages[7].content }}"}, ["chat_template", "no element 7"]),
     ({"chat_template": ""}, ["prompt 0 is empty"]),
     ({"chat_template_kwargs": 5}, ["chat_template_kwargs=5"]),
     ({"chat_template_kwargs": {1: 2}}, ["chat_template_kwargs={1: 2}"]),
@@ -125,6 +125,11 @@ BAD_CHATS = [
     *(({"tools": tools}, [f"tools={tools!r}"]) for tools in (5, ["search"])),
     *(({"chat_template_content_format": x}, [f"content_format={x!r}"]) for x in (5, "xml")),
     ({"continue_final_message": True}, ["add_generation_prompt=False"]),
+    *(
+        ({name: value}, [f"{name}={value!r}", "True or False"])
+        for name in ("add_generation_prompt", "continue_final_message")
+        for value in ("yes", 0, None)
+    ),
     ({"lora_request": 1}, ["lora_request"]),
     ({"sampling_params": [GREEDY] * 2}, ["2 entries for 1"]),
     *(({"messages": x}, []) for x in ("hi", ["hi"], [["hi"]], None, 5, {"role": "user"}, [[]])),

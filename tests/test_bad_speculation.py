@@ -50,6 +50,11 @@ BAD_SETS = [
     ({"num_spec_tokens": 3}, ["num_spec_tokens", "num_speculative_tokens"]),
     ({"adaptive": True, "num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
     (PATH | {"num_speculative_tokens": -1}, ["num_speculative_tokens=-1"]),
+    *(
+        ({"method": method, "model": None, name: value}, [f"{name}={value!r}", method, "leave it"])
+        for method in ("ngram", "suffix")
+        for name, value in (("kv_cache_dtype", "fp8"), ("head_dtype", "fp8"))
+    ),
     (PATH | {"dynamic_config_force": 1}, ["dynamic_config_force=1"]),
     ({TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "adaptive"]),
     (PATH | {TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "dynamic_config_path", "adaptive"]),

@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_speculation_arguments(parser)
     kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
     for name, one in SUBCOMMANDS.items():
-        one.add_arguments(kinds.add_parser(name, help=one.help, description=one.help))
+        kind = kinds.add_parser(name, help=one.help, description=one.help, allow_abbrev=False)
+        one.add_arguments(kind)
 
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,7 +103,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `specjax profile` and of its subcommands."""
     _add_profile(parser)
     kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
-    _add_show(kinds.add_parser("show", help=SHOW, description=SHOW))
+    _add_show(kinds.add_parser("show", help=SHOW, description=SHOW, allow_abbrev=False))
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
@@ -117,7 +118,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="sweep_kind", metavar="KIND")
-    serve = kinds.add_parser("serve", help=SWEEP_SERVE, description=SWEEP_SERVE)
+    serve = kinds.add_parser("serve", help=SWEEP_SERVE, description=SWEEP_SERVE, allow_abbrev=False)
     add_sweep_serve_arguments(serve)
     _add_setup(parser, ks="0,1,2,3,5", batch_sizes="1,4,16,64", max_tokens=48, rounds=3)
     parser.add_argument(

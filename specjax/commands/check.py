@@ -118,7 +118,7 @@ def read_forms(tokenizer: ChatTokenizer) -> Forms:
 
 
 def read_masks(tokenizer: ChatTokenizer) -> list[int]:
-    """Return at most `MAX_MASKS` special tokens, any of which may be a drafter's mask token."""
+    """Return at most `MAX_MASKS` special tokens. Each may be a drafter's mask token."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
 

@@ -15,12 +15,13 @@ from specjax import vllm_names
 from specjax.checkpoint.demo import NAMES
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.tokenizer_files import check_tokenizer
-from specjax.checks import read_object
+from specjax.checks import is_integer, read_object
 from specjax.commands.arguments import read_devices
 from specjax.commands.speculation import read_speculation
+from specjax.device.models.registry import describe_model, read_config
 from specjax.llm import LLM, Prompt
 from specjax.outputs import CompletionOutput, RequestOutput
-from specjax.sampling_params import RequestOutputKind, SamplingParams
+from specjax.sampling_params import RequestOutputKind, SamplingParams, check_text
 from specjax.text.chat import render_conversations
 from specjax.text.prompts import TokensPrompt
 from specjax.vllm_names import take_keys
@@ -38,8 +39,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.prompts_file)
     conversations = as_conversations(prompts) if args.chat else None
     params = read_sampling_params(args)
-    if any(isinstance(prompt, str) for prompt in prompts):
-        check_tokenizer(resolve(args.model))
+    check_for_model(prompts, args.model)
     num_finished = 0
     try:
         # Sizes have the same defaults as in `LLM`, so that both run the same programs.
@@ -99,6 +99,8 @@ def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
                 f"the prompt {text!r} looks like a model; give models with --model, and such "
                 "prompts with --prompts-file"
             )
+    for i, text in enumerate(listed):  # bytes that are not UTF-8 become surrogates
+        check_text(f"prompt {i}", text)
     prompts: list[Prompt] = [*listed]
     if file is not None:
         try:
@@ -126,7 +128,33 @@ def _read_row(line: str, where: str) -> Prompt:
     expected = list if found[0] == "prompt_token_ids" else str
     if not isinstance(value, expected):
         raise ValueError(f"{where}: {found[0]} must be a {expected.__name__}, got {value!r}")
-    return value if expected is str else {"prompt_token_ids": value}
+    if isinstance(value, str):
+        check_text(f"{where}: {found[0]}", value)
+        return value
+    return {"prompt_token_ids": value}
+
+
+def check_for_model(prompts: list[Prompt], model: str) -> None:
+    """Check, before the model is loaded, that it can read the prompts.
+
+    Raises:
+        ValueError: a prompt has a token id that is not in the vocabulary.
+        CheckpointError: there is no such checkpoint, its model is not supported, or it has no
+            tokenizer although a prompt is a text.
+    """
+    folder = resolve(model)
+    if any(isinstance(prompt, str) for prompt in prompts):
+        check_tokenizer(folder)
+    if all(isinstance(prompt, str) for prompt in prompts):
+        return
+    vocab_size = describe_model(read_config(folder)).vocab_size
+    for i, prompt in enumerate(prompts):
+        ids = prompt.get("prompt_token_ids", ()) if isinstance(prompt, dict) else ()
+        if bad := [x for x in ids if not is_integer(x) or not 0 <= x < vocab_size]:
+            raise ValueError(
+                f"prompt {i} has {bad[0]!r}, which is not a token id of {model}: its ids are the "
+                f"integers 0..{vocab_size - 1}; use its own tokenizer"
+            )
 
 
 def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:

@@ -14,14 +14,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `specjax.train.recipes.run` reads."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    target = kinds.add_parser("target", help="a small model and its tokenizer, from scratch")
+    text = "a small model and its tokenizer, from scratch"
+    target = kinds.add_parser("target", help=text, allow_abbrev=False)
     target.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
     target.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
     target.add_argument("--num-layers", type=int, default=12)
     target.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64")
     _add_common(target, steps=950, batch_size=12, length=320, learning_rate=2e-3)
 
-    answers = kinds.add_parser("answers", help="answers of the target, to train drafters on")
+    text = "answers of the target, to train drafters on"
+    answers = kinds.add_parser("answers", help=text, allow_abbrev=False)
     answers.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
     answers.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
     answers.add_argument("--out", type=Path, required=True, help="the .jsonl to write")
@@ -31,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--seed", type=int, default=0)
 
     for kind, text in DRAFTERS.items():
-        drafter = kinds.add_parser(kind, help=text)
+        drafter = kinds.add_parser(kind, help=text, allow_abbrev=False)
         drafter.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
         drafter.add_argument("--init", type=Path, help=INIT_HELP)
         for name, options in SIZES.get(kind, {}).items():

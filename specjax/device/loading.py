@@ -277,9 +277,11 @@ def _refuse_non_finite(
             "checkpoint again"
         )
     if bad:
+        fit = all(all_finite(_narrowed(files.read(name))) for name in names)
+        remedy = "load it with dtype='float32'" if fit else "export smaller values"
         raise CheckpointError(
-            f"{files.folder} has values in {_listed(names)} that are too large for {dtype}; load "
-            "it with dtype='float32'"
+            f"{files.folder} has values in {_listed(names)} that are too large for {dtype}; "
+            f"{remedy}"
         )
 
 

@@ -18,6 +18,7 @@ Three tasks are done here because llguidance 1.9.1 does not do them as needed:
 
 import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -109,7 +110,7 @@ class GrammarCompiler:
                 self._cached.cache_clear()
                 grammar = self._cached(vocabulary, lark)
         except (TypeError, ValueError) as error:
-            shown = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}..."
+            shown = _shortened(value)
             reason = str(error) if name == "grammar" else str(error).removeprefix("at 1(8): ")
             raise ValueError(
                 f"structured_outputs.{name}={shown} cannot be followed: {reason}; {REMEDIES[name]}"
@@ -313,6 +314,15 @@ def _as_lark(name: str, value: Any, special_ids: Mapping[str, int]) -> str:
     import llguidance
 
     return f"start: /{llguidance.regex_to_lark(value)}/"
+
+
+def _shortened(value: Any) -> str:
+    """Return the beginning of `repr(value)`, or less if the value is nested too deeply for it."""
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = reprlib.repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _as_regex(char: str) -> str:

@@ -16,18 +16,25 @@ def styled_schema(schema: Any) -> str:
     whitespace. The schema's key "x-guidance" overrides it.
 
     Raises:
-        ValueError: `schema` is a text that is not JSON, or JSON of neither an object nor a boolean.
+        ValueError: `schema` is a text that is not JSON, is neither an object nor a boolean, is
+            nested too deeply, or has a number that is not finite.
+        TypeError: `schema` has a value that JSON does not have.
     """
-    schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
+    if isinstance(schema, str):
+        schema = json.loads(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"enum": []}
-    if not isinstance(schema, dict):
+    if not isinstance(schema, Mapping):
         raise ValueError(f"{schema!r} is neither an object nor a boolean")
+    schema = dict(schema)
     style = schema.get("x-guidance", {})
     if isinstance(style, dict):
         schema["x-guidance"] = JSON_STYLE | style
-    # The order of keys is kept: it is the order in which properties are generated.
-    return json.dumps(schema, allow_nan=False)
+    try:
+        # The order of keys is kept: it is the order in which properties are generated.
+        return json.dumps(schema, allow_nan=False)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 class LarkWriter:

@@ -247,10 +247,7 @@ class StepReport:
 
     @cached_property
     def num_bytes(self) -> dict[str, int]:
-        """The bytes that the step ("step") and each part in `PARTS` read and write on one device.
-
-        The batch is greedy.
-        """
+        """The bytes that a greedy "step", and each part in `PARTS`, read and write on a device."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.num_bytes

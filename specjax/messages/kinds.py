@@ -75,7 +75,7 @@ class CallShape:
     def find(self, value: Any, groups: Mapping[str, str]) -> list[tuple[str, Any]]:
         """Return the pair (name, arguments) of each call in a parsed value.
 
-        `groups` has the text that each named group of the opening text's pattern matched.
+        `groups` maps the named groups of the opening pattern to the texts that they matched.
 
         Raises:
             ValueError: the value does not have this shape.

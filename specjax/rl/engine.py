@@ -1,7 +1,7 @@
 """An engine for training loops: it generates rollouts and updates weights without a rebuild."""
 
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ class RolloutEngine:
             features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: a sample or a parameter is not supported; raised before scoring.
+            ValueError: a sample or an argument is not supported; raised before scoring.
             RuntimeError: scoring ended early, for example because the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
@@ -402,6 +402,9 @@ class RolloutEngine:
         self._loop.check_ready()
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
+        check_flags(features=features)
+        if not isinstance(samples, Iterable):
+            raise ValueError(f"samples={samples!r:.60} must be a list of rollouts or pairs")
         return [
             self._starts.make_scored(sample, params, f"sample {i}", exports_features=features)
             for i, sample in enumerate(samples)

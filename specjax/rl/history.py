@@ -8,6 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median_low
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -198,6 +199,24 @@ class RolloutHistory:
         """
         history = cls(**options)
         try:
+            if num_cut := history._fill(state):
+                raise ValueError(f"tokens lacks those of the last {num_cut} rollouts")
+        except ValueError as error:
+            raise ValueError(
+                f"this is not the state of a RolloutHistory: {error}; pass all arrays that the "
+                "method state returned, or begin a new RolloutHistory"
+            ) from error
+        return history
+
+    def _fill(self, state: Mapping[str, Any]) -> int:
+        """Add the rollouts in `state`; return the number of rollouts whose tokens were cut off.
+
+        These rollouts are not added.
+
+        Raises:
+            ValueError: `state` is not a result of the method `state`.
+        """
+        try:
             identity = json.loads(bytes(np.asarray(state["identity"])))
             last_update = identity.pop("update")
             arrays = {name: np.asarray(state[name]) for name in _ARRAYS}
@@ -205,18 +224,18 @@ class RolloutHistory:
             *columns, tokens = (array.tolist() for array in arrays.values())
             rows = list(zip(*columns, strict=True))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"this is not the state of a RolloutHistory: {error!r}") from error
-        history._identity, history._update = identity, last_update
+            raise ValueError(repr(error)) from error
+        self._identity, self._update = identity, last_update
         start = 0
-        for key, update, sample, seed, tail_length, length in rows:
+        for i, (key, update, sample, seed, tail_length, length) in enumerate(rows):
             middle = start + tail_length
             end = middle + length
             if end > len(tokens):
-                break
+                return len(rows) - i
             output = _Output(update, sample, seed, tokens[middle:end])
-            history._add(history._kept(key, tokens[start:middle]), output)
+            self._add(self._kept(key, tokens[start:middle]), output)
             start = end
-        return history
+        return 0
 
     def save(self, path: str | Path) -> None:
         """Write all rollouts to a file. On failure, the file's previous content stays.
@@ -240,23 +259,23 @@ class RolloutHistory:
 
         Raises:
             ValueError: the file has no complete rollout, or an option is invalid.
-            OSError: the file cannot be read.
+            OSError: the file cannot be read, for example because it does not exist.
         """
-        cls(**options)  # an invalid option is not the file's fault
+        history = cls(**options)  # an invalid option is not the file's fault
         try:
             state = _read(Path(path))
-            history = cls.of(state, **options)
-            ends = np.cumsum(state["tail_lengths"] + state["lengths"])
-            num_whole = int(np.sum(ends <= len(state["tokens"])))
-            if len(ends) and not num_whole:
-                raise ValueError(f"all of its {len(ends)} were cut off")
+            num_cut = history._fill(state)
+            total = len(state["lengths"])
+            if 0 < total == num_cut:
+                raise ValueError(f"all of its {total} were cut off")
         except ValueError as error:
             raise ValueError(
                 f"{path} has no whole rollout: {error}. It was cut short, or RolloutHistory.save "
                 "did not write it; load another file, or begin a new RolloutHistory"
             ) from error
-        if num_whole < len(ends):
-            warn(f"{path} was cut short: {num_whole} of its {len(ends)} rollouts are whole")
+        if num_cut:
+            whole = total - num_cut
+            warn(f"{path} was cut short: {whole} of its {total} rollouts are whole")
         return history
 
 
@@ -367,6 +386,13 @@ def _check_state(arrays: Mapping[str, np.ndarray], update: Any, vocab_size: Any)
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{name} is not a vector of integers")
+    *columns, _ = _ARRAYS
+    usual = median_low(len(arrays[name]) for name in columns)
+    for name in columns:
+        if len(arrays[name]) != usual:
+            raise ValueError(
+                f"{name} has {len(arrays[name])} numbers, but other arrays have {usual}"
+            )
     tokens = arrays["tokens"]
     most = vocab_size - 1 if is_integer(vocab_size) else tokens.max(initial=0)
     bounds = {"tail_lengths": PROMPT_TAIL, "lengths": 2**31 - 1, "tokens": most}
@@ -385,14 +411,18 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         OSError: the file cannot be read.
     """
     names = "identity", *_ARRAYS[:-1]
-    with open(path, "rb") as file:
-        try:
+    try:
+        with open(path, "rb") as file:
             state = {n: np.lib.format.read_array(file, allow_pickle=False) for n in names}
             return state | {"tokens": _whole_items(file)}
-        except OSError:
-            raise
-        except Exception as error:  # NumPy parses headers as Python, which raises any
-            raise ValueError(str(error)) from error
+    except OSError as error:  # the new error has the same type, which depends on the number
+        raise OSError(
+            error.errno,
+            f"path={str(path)!r} cannot be read: {error.strerror or error}; name a file that "
+            "RolloutHistory.save wrote",
+        ) from error
+    except Exception as error:  # NumPy parses headers as Python, which raises any
+        raise ValueError(str(error)) from error
 
 
 def _whole_items(file: BinaryIO) -> np.ndarray:

@@ -177,7 +177,7 @@ def hf_named(
             error lists them, and is raised before the first tensor. During the iteration, an array
             whose shape does not fit its rule also raises a ValueError.
     """
-    given = variable_paths(state)
+    given = variable_paths(state, "state")
     arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)
     rules = {
         pattern: ArrayRule(rule) if isinstance(rule, str) else rule

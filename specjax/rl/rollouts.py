@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, overload
 
 import numpy as np
 
+from specjax.checks import check_count, is_integer
 from specjax.sampling_params import SamplingParams
 
 
@@ -72,7 +73,7 @@ class PaddedRollouts(NamedTuple):
     mask: np.ndarray  # bool[N, T], true at tokens, false at padding
     logprobs: np.ndarray  # f32[N, T], 0 at padding
     raw_logprobs: np.ndarray | None  # like logprobs; None unless all rollouts have them
-    versions: np.ndarray  # i32[N, T], weights version of each token; -1 at padding
+    versions: np.ndarray  # i64[N, T], weights version of each token; -1 at padding
     prompt_lengths: np.ndarray  # i32[N]
     lengths: np.ndarray  # i32[N]
     prompt_indices: np.ndarray  # i32[N], equal for the samples of a prompt
@@ -115,7 +116,7 @@ class JoinedRollouts(NamedTuple):
     mask: np.ndarray  # bool[N, L - 1], true at tokens of outputs
     logprobs: np.ndarray  # f32[N, L - 1], 0 outside the mask
     raw_logprobs: np.ndarray | None  # like logprobs; None unless all rollouts have them
-    versions: np.ndarray  # i32[N, L - 1], weights version of each token; -1 outside the mask
+    versions: np.ndarray  # i64[N, L - 1], weights version of each token; -1 outside the mask
 
 
 class RolloutBatch(Sequence[Rollout]):
@@ -162,8 +163,13 @@ class RolloutBatch(Sequence[Rollout]):
         """Return the rollouts as arrays, padded to the longest rollout or to the given lengths.
 
         Raises:
-            ValueError: a rollout is longer than a given length.
+            ValueError: a rollout is longer than a given length, or an argument is not an integer.
         """
+        if not is_integer(pad_id) or not -(2**31) <= pad_id < 2**31:
+            raise ValueError(
+                f"pad_id={pad_id!r} must be an integer of 32 bits; if the tokenizer has no padding "
+                "token, use 0"
+            )
         prompts = [rollout.prompt_token_ids for rollout in self]
         outputs = [rollout.token_ids for rollout in self]
         width = _width("prompt_length", prompts, prompt_length)
@@ -176,7 +182,7 @@ class RolloutBatch(Sequence[Rollout]):
             _padded([np.ones(len(output)) for output in outputs], rows, 0, np.bool_),
             _padded([rollout.logprobs for rollout in self], rows, 0, np.float32),
             _padded(raw, rows, 0, np.float32) if has_raw else None,
-            _padded([_versions(rollout) for rollout in self], rows, -1, np.int32),
+            _padded([_versions(rollout) for rollout in self], rows, -1, np.int64),
             np.array([len(prompt) for prompt in prompts], np.int32),
             np.array([len(output) for output in outputs], np.int32),
             np.array([rollout.prompt_index for rollout in self], np.int32),
@@ -215,9 +221,12 @@ class Score(NamedTuple):
 
 def _width(name: str, rows: list[np.ndarray], given: int | None) -> int:
     longest = max((len(row) for row in rows), default=0)
-    if given is not None and given < longest:
+    if given is None:
+        return longest
+    check_count(**{name: given})
+    if given < longest:
         raise ValueError(f"{name}={given} is less than the {longest} tokens of a rollout; raise it")
-    return longest if given is None else given
+    return given
 
 
 def _padded(rows: list[np.ndarray], width: int, fill: float, dtype: type) -> np.ndarray:
@@ -229,4 +238,4 @@ def _padded(rows: list[np.ndarray], width: int, fill: float, dtype: type) -> np.
 
 def _versions(rollout: Rollout) -> np.ndarray:
     versions, counts = zip(*rollout.versions, strict=True) if rollout.versions else ((), ())
-    return np.repeat(np.array(versions, np.int32), counts)
+    return np.repeat(np.array(versions, np.int64), counts)

@@ -80,7 +80,7 @@ class StartMaker:
                 f"{where} must be a Rollout, or token ids of a prompt and a completion"
             )
         prompt, output = sample
-        if not len(output):
+        if hasattr(output, "__len__") and not len(output):
             return None
         params = _reporting(SamplingParams() if params is None else params, where)
         with self._lock:

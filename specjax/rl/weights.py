@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 from specjax.checkpoint.division import DividedSpec
 from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
+from specjax.checks import is_integer
 from specjax.device.drafters.checkpoint import is_prefixed
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.loading import copy_to, lay_out, lay_out_whole
@@ -41,6 +42,7 @@ from specjax.rl.quantising import (
 
 # Names of draft vocabularies in checkpoints, and whether they store each id minus its index.
 VOCABULARIES = {"d2t": True, "token_map": False}
+MAX_VERSION = 2**63 - 1  # of arrays i64; times in milliseconds are above 2**31
 MAX_LISTED = 20  # maximum number of names that an error lists for one kind of fault
 # Patterns of array names in torch and flax that reveal adapters and wrapped models.
 _ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
@@ -168,7 +170,7 @@ def read_update(
     keeps its arrays. `params` are the engine's weights.
 
     Raises:
-        ValueError: weights cannot be read, or are not finite.
+        ValueError: weights cannot be read, or are not finite in the engine's dtype.
         CheckpointError: a folder has no weights, or they are damaged.
     """
     named = read_finite(weights, params.target, "weights")
@@ -181,15 +183,16 @@ def next_version(current: int, version: Any) -> int:
     """Return the version of new weights: `version`, or the next integer if it is None.
 
     Raises:
-        ValueError: `version` is not an integer above the version `current`.
+        ValueError: `version` is not an integer above the version `current`, or is too large.
     """
-    if version is None:
-        return current + 1
-    if not isinstance(version, int | np.integer) or isinstance(version, bool):
+    number = current + 1 if version is None else version
+    if not is_integer(number):
         raise ValueError(f"version={version!r} must be an integer, or None for the next")
-    if version <= current:
-        raise ValueError(f"version={version} must be above the current one, {current}")
-    return int(version)
+    if number <= current:
+        raise ValueError(f"version={number} must be above the current one, {current}")
+    if number > MAX_VERSION:
+        raise ValueError(f"version={number} must be at most 2**63 - 1; number the updates from 1")
+    return int(number)
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:

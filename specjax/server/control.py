@@ -94,7 +94,7 @@ class Control:
             mode: what happens to unfinished requests. "abort" ends them with their tokens so far.
                 "wait" finishes them before the pause. "keep" continues them after `resume`. From
                 the call until `resume`, "abort" and "wait" refuse new requests with status 503.
-                "keep" queues new requests, unless an earlier `pause` already refuses them.
+                "keep" queues new requests, even if an earlier `pause` refused them.
 
         Raises:
             ValueError: `mode` is unknown. Or it is "wait", and there are unfinished requests, which
@@ -112,14 +112,21 @@ class Control:
         """Free the device's memory until `wake_up`; see `LLM.sleep`.
 
         `mode` says what happens to unfinished requests; see `pause`. While the engine is asleep,
-        new requests are refused with status 503 in every mode.
+        new requests are refused with status 503 in every mode. If it fails to fall asleep, it is
+        woken up.
 
         Raises:
             ValueError: `mode` is refused as in `pause`, or `level` is neither 1 nor 2.
         """
         check_level(level)
+        was_asleep = ASLEEP in self._llm.stops
         await self._stop(ASLEEP, mode)
-        await self._apply(lambda llm: llm.sleeps.begin(level))
+        try:
+            await self._apply(lambda llm: llm.sleeps.begin(level))
+        except BaseException:  # also a CancelledError
+            if not was_asleep:
+                await self.wake_up()
+            raise
         self.sleep_level = max(self.sleep_level, level)
 
     async def wake_up(self) -> None:
@@ -236,16 +243,22 @@ class Control:
             return await asyncio.to_thread(_read_file, path)
 
     async def _stop(self, why: str, mode: str) -> None:
+        """Run no step until `_go`, for the reason `why`. A failure or cancellation is undone."""
         check_choice("mode", mode, PAUSES)
         if mode == "wait" and self._llm.stops and self._admission.num_samples:
             raise ValueError("mode 'wait': no step runs, so requests would never finish; resume")
-        if mode != "keep":
-            self._admission.closed.add(why)
-        while mode == "wait" and self._admission.num_samples:
-            await asyncio.sleep(POLL_SECONDS)
-        await self._apply(lambda _: self._llm.stops.add(why))
-        if mode == "abort":
-            await self.abort([])
+        was_stopped, closed = why in self._llm.stops, self._admission.closed
+        (closed.discard if mode == "keep" else closed.add)(why)
+        try:
+            while mode == "wait" and self._admission.num_samples:
+                await asyncio.sleep(POLL_SECONDS)
+            await self._apply(lambda _: self._llm.stops.add(why))
+            if mode == "abort":
+                await self.abort([])
+        except BaseException:  # also a CancelledError
+            if not was_stopped:
+                await self._go(why)
+            raise
 
     async def _go(self, why: str) -> None:
         self._admission.closed.discard(why)

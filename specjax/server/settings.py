@@ -141,6 +141,8 @@ class ServerSettings:
             )
         if not all(self.api_key):
             raise ValueError("--api-key is empty; leave it out, or give a key")
+        if not all(self.served_model_name):
+            raise ValueError("--served-model-name is empty; leave it out, or give a name")
         self._check_rl()
         for name in "ssl_keyfile", "api_key_file":
             if (path := getattr(self, name)) is not None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from specjax.checks import is_integer
 from specjax.host.drafts.sources import Corpora
+from specjax.sampling_params import check_text
 from specjax.text.tokenizer import ChatTokenizer
 
 
@@ -15,18 +16,21 @@ def read_corpus(
     """Return the texts of the corpus `name` as lists of token ids.
 
     Raises:
-        ValueError: the name is empty or not a text, `texts` is malformed or has unknown token ids,
-            or a text needs a tokenizer.
+        ValueError: the name is empty or not a text, `texts` is malformed, has unknown token ids or
+            has no tokens, or a text needs a tokenizer.
     """
     where = f"corpus {name!r}"
     if not isinstance(name, str) or not name:
         raise ValueError(f"{where}: its name must be a text")
     if isinstance(texts, str | bytes) or not isinstance(texts, Sequence) or not texts:
         raise ValueError(f"{where}: texts={texts!r:.60} must be a list of texts or of token ids")
-    return [
+    tokens = [
         _tokens_of(f"{where}, text {i}", text, tokenizer, vocab_size)
         for i, text in enumerate(texts)
     ]
+    if not any(tokens):  # a single text without tokens, like an empty file among others, is fine
+        raise ValueError(f"{where}: texts={texts!r:.60} have no tokens; give texts to draft from")
+    return tokens
 
 
 def corpora_of(engine: Any) -> list[Corpora]:
@@ -50,6 +54,7 @@ def _tokens_of(
     if isinstance(text, str):
         if tokenizer is None:
             raise ValueError(f"{where} is a text, and there is no tokenizer; give token ids")
+        check_text(where, text)
         return list(tokenizer.encode(text, add_special_tokens=False))
     if not isinstance(text, Sequence) and not hasattr(text, "tolist"):
         raise ValueError(f"{where}: {text!r:.60} must be a list of token ids, or a string")
@@ -80,7 +85,7 @@ class CorpusMethods:
 
         Raises:
             ValueError: the engine does not draft from texts, the name is empty or in use, `texts`
-                is malformed or has unknown token ids, or a text needs a tokenizer.
+                is malformed, has unknown token ids or has no tokens, or a text needs a tokenizer.
         """
         self._index_corpus(name, self._read_corpus(name, texts))
 

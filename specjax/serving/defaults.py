@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import why_not
 from pallas_kernels.rms_norm import add_rms_norm
+from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.quantised.bits import BITS
 from specjax.checks import is_integer, warn
 from specjax.config import (
@@ -40,6 +41,12 @@ from specjax.device.placement import default_device
 _ALIASES = {"float": "float32"}  # as in vLLM, like the next mapping
 _LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _NARROW = ("float16", "half")
+# The dtypes that a checkpoint's config can name, and values that do not name one: 8-bit checkpoints
+# can have the dtype of their quantised weights, which says nothing about the other weights.
+_STORED = (*DTYPES, *_ALIASES, *_NARROW, "float64", "double")
+_UNNAMED = (None, "auto", "float8_e4m3fn")
+# A page may have this many tokens even if max_model_len is less, as the default page_size may, too.
+LARGE_PAGE = 256
 
 
 class Defaults(NamedTuple):
@@ -95,7 +102,7 @@ def check_options(
             f"are {num_devices} devices, and each replica has {tensor_parallel_size} of them "
             "(tensor_parallel_size)"
         )
-    if quantization is not None and quantization not in BITS:
+    if quantization is not None and quantization not in tuple(BITS):  # it may have no hash
         raise ValueError(
             f"quantization={quantization!r} is not supported; choose one of {', '.join(BITS)} "
             "for a plain checkpoint, or leave it out: quantised checkpoints stay as they are"
@@ -105,7 +112,7 @@ def check_options(
             f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "
             "a GPU's memory to use"
         )
-    if not isinstance(compilation_cache, str | PathLike | None):
+    if compilation_cache == "" or not isinstance(compilation_cache, str | PathLike | None):
         raise ValueError(
             f"compilation_cache={compilation_cache!r} must be a folder's path, or None"
         )
@@ -143,6 +150,11 @@ def make_config(
         raise ValueError(
             f"max_model_len={max_model_len} exceeds the {target.max_position} positions that the "
             "model was made for; lower it"
+        )
+    if page_size > (largest := max(max_model_len, LARGE_PAGE)):
+        raise ValueError(
+            f"page_size={page_size} must be at most {largest}, as max_model_len={max_model_len}: "
+            "the rest of a page would stay empty; lower it"
         )
     return EngineConfig(
         max_model_len=max_model_len,
@@ -227,12 +239,25 @@ def choose_kernels(given: str) -> str:
 
 
 def stored_dtype(hf: HFConfig) -> str | None:
-    """Return the dtype that a checkpoint's config names; None if it names none."""
+    """Return the dtype that a checkpoint's config names for weights; None if it names none.
+
+    Raises:
+        CheckpointError: unquantised weights cannot have the dtype.
+    """
     nested = hf.get("text_config", None)
-    for fields in (nested if isinstance(nested, Mapping) else {}, hf.fields):
+    inner = HFConfig(nested if isinstance(nested, Mapping) else {}, f"{hf.origin}: text_config")
+    for part in inner, hf:
         for name in "dtype", "torch_dtype":
-            if isinstance(value := fields.get(name), str):
-                return value.removeprefix("torch.")
+            given: Any = part.get(name, None)
+            dtype = given.removeprefix("torch.") if isinstance(given, str) else given
+            if dtype in _UNNAMED:
+                continue
+            if dtype not in _STORED:
+                raise CheckpointError(
+                    f"{part.origin}: {name}={given!r} is not a dtype of unquantised weights; write "
+                    f"one of {', '.join(_STORED)}, or remove the field"
+                )
+            return _ALIASES.get(dtype, dtype)
     return None
 
 

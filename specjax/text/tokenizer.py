@@ -13,6 +13,8 @@ from tokenizers import Encoding, Tokenizer, pre_tokenizers
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import read_tokenizer
+from specjax.checks import check_flags
+from specjax.sampling_params import MAX_STOP_IDS
 from specjax.text.chat_template import DEFAULT, TOOL_USE, cut_after_last, read_templates, render
 from specjax.text.tokenizer_names import TokenizerNames
 
@@ -162,9 +164,14 @@ class ChatTokenizer(TokenizerNames):
 
         Raises:
             CheckpointError: there is no chat template.
-            ValueError: the template refuses the messages or takes too long, or arguments
-                contradict each other.
+            ValueError: the template is malformed, refuses the messages or takes too long, or
+                arguments are not True or False, or contradict each other.
         """
+        check_flags(
+            tokenize=tokenize,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         template = self.find_template(chat_template, has_tools=tools is not None)
         if add_generation_prompt and continue_final_message:
             raise ValueError(
@@ -182,7 +189,13 @@ class ChatTokenizer(TokenizerNames):
                 **variables,
             )
         except Exception as error:  # a template may raise anything
-            raise ValueError(f"the chat template of {self.origin} failed: {error}") from error
+            if template != chat_template:
+                raise ValueError(f"the chat template of {self.origin} failed: {error}") from error
+            # Without its text, which a server's clients would see: it may be the operator's.
+            raise ValueError(
+                "the chat template given as chat_template failed; mend it, or the messages: "
+                f"{error}"
+            ) from error
         if continue_final_message:
             text = cut_after_last(text, messages)
         return self.encode(text, add_special_tokens=False) if tokenize else text
@@ -260,27 +273,35 @@ def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ..
 
     They are the ids in generation_config.json (or, if this file has none, in config.json), and the
     id of the tokenizer's end-of-sequence token.
+
+    Raises:
+        CheckpointError: an id is invalid, or there are more than `MAX_STOP_IDS`.
     """
-    ids = _read_eos_ids(folder)
+    file, listed = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")
-    if tokenizer is None or text is None:
-        return ids
-    own = tokenizer.tokenizer.token_to_id(text)
-    return ids if own is None or own in ids else (*ids, own)
+    own = None if tokenizer is None or text is None else tokenizer.tokenizer.token_to_id(text)
+    ids = tuple(dict.fromkeys(listed if own is None else (*listed, own)))
+    if len(ids) > MAX_STOP_IDS:
+        raise CheckpointError(
+            f"{file}: eos_token_id={[*listed]} and the tokenizer's end of sequence come to "
+            f"{len(ids)} ids; at most {MAX_STOP_IDS} are supported; list fewer"
+        )
+    return ids
 
 
-def _read_eos_ids(folder: Path) -> tuple[int, ...]:
+def _read_eos_ids(folder: Path) -> tuple[Path, tuple[int, ...]]:
+    """Return the file that lists the ids, and the ids without the tokenizer's own."""
     for name in "generation_config.json", "config.json":
         ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]
-            if not all(type(token) is int and token >= 0 for token in listed):
+            if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
                 raise CheckpointError(
                     f"{folder / name}: eos_token_id={ids!r} must be a token id or a list of such; "
                     "mend the file"
                 )
-            return tuple(listed)
-    return ()
+            return folder / name, tuple(listed)
+    return folder / "config.json", ()
 
 
 def _count_leading(text: str, character: str) -> int:

@@ -25,7 +25,21 @@ def test_a_single_bad_value_is_found(dtype, size):
             assert not all_finite(spoiled)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[:3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("is_near", [True, False])
+def test_values_that_become_infinite_in_another_dtype(dtype, is_near, monkeypatch):
+    monkeypatch.setattr(finite, "_is_near", lambda _: is_near)
+    largest = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    for sign in 1, -1:
+        array = np.full(3, sign * largest, dtype)
+        above = np.nextafter(array, dtype(sign * np.inf))
+        for given in (array, jax.device_put(array)) if dtype == np.float32 else (array,):
+            assert all_finite(given, np.dtype(ml_dtypes.bfloat16))
+        for given in (above, jax.device_put(above)) if dtype == np.float32 else (above,):
+            assert not all_finite(given, np.dtype(ml_dtypes.bfloat16)) and all_finite(given)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS[:3], ml_dtypes.float8_e4m3fn])
 def test_an_array_on_a_device_is_looked_at_there(dtype, monkeypatch):
     array = np.ones((3, 5), dtype)
     array[2, 4] = np.nan

@@ -156,6 +156,16 @@ COMMANDS = [
     ("bench simulate", ["--profile, --policy"]),
     ("bench --seed 3 simulate --profile x --policy table", ["--seed precedes simulate"]),
     ("bench --json simulate --profile x --policy table", ["--json precedes simulate"]),
+    (f"{OFFLINE} --num-prom 0", ["unrecognized arguments: --num-prom 0"]),
+    ("bench latency --batch-s 0", ["unrecognized arguments: --batch-s 0"]),
+    ("bench serve --num-prom 0", ["unrecognized arguments: --num-prom 0"]),
+    ("bench sweep serve --num-prom 0", ["unrecognized arguments: --num-prom 0"]),
+    ("profile show PROFILE --batch-s 0", ["unrecognized arguments: --batch-s 0"]),
+    *(
+        (f"train {kind} --data a --out b --target c --see 1", ["unrecognized arguments: --see 1"])
+        for kind in ("answers", "eagle3")
+    ),
+    ("train target --data a --out b --see 1", ["unrecognized arguments: --see 1"]),
     ("train", ["KIND"]),
     ("train target", ["--data, --out"]),
 ]
@@ -327,6 +337,26 @@ def test_bad_rows(refused, tmp_path, name, row, words):
         command = f"train target --out {tmp_path / 'out'} --data"
     file.write_bytes(row if isinstance(row, bytes) else before + row.encode())
     refused(f"{command} {file}", *words)
+
+
+# Files of prompts and arguments.
+EARLY = [
+    *(
+        (f'{{"prompt_token_ids": [1, {token}]}}', "", [f"prompt 0 has {token}", "0..95"])
+        for token in (96, -1, 1.5)
+    ),
+    ('{"prompt": "a\\ud83d"}', "", ["a.jsonl:1: prompt", "surrogate"]),
+    ('{"prompt": "a"}', "b 'a\udcff'", ["prompt 1", "surrogate"]),
+]
+
+
+@pytest.mark.parametrize("row, more, words", EARLY, ids=label)
+def test_prompts_that_are_refused_before_a_model_loads(
+    refused, monkeypatch, tmp_path, row, more, words
+):
+    monkeypatch.setattr(LLM, "__init__", None)
+    (file := tmp_path / "a.jsonl").write_text(row)
+    refused(f"generate --model MODEL {more} --prompts-file {file}", *words)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Unusable configs and weights are refused, and the error names the field or tensor."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from specjax.host.speculation.policy import StaticPolicy
 FLOAT32 = np.dtype(np.float32)
 DELTA, FULL, SLIDING = "linear_attention", "full_attention", "sliding_attention"
 ROPE = "rope_parameters"
+MANY = 10**9  # layers or experts that would take a long time to list
 HYBRIDS = "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"
 MIXTURES = "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}
 
 # What models of several kinds cannot have, and what the error says besides the first field's name.
 REFUSED = [
@@ -36,6 +40,7 @@ REFUSED = [
             ({"full_attention_interval": 0}, ""),
             ({"linear_num_value_heads": 6, "linear_num_key_heads": 4}, "=6", "key_heads=4"),
             ({"mtp_num_hidden_layers": "2"}, "a positive integer"),
+            *(({name: MANY}, "4096") for name in ("num_hidden_layers", "mtp_num_hidden_layers")),
             ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
             ({"attn_output_gate": False}, "False", "True"),
             ({"attention_bias": True}, "True"),
@@ -53,7 +58,9 @@ REFUSED = [
     (
         MIXTURES,
         [
+            ({"mlp_only_layers": 5}, "=5", "a list"),
             ({"num_experts_per_tok": 9, "num_experts": 8}, "num_experts_per_tok=9", "=8"),
+            ({"num_experts": MANY}, "4096"),
             ({"moe_intermediate_size": 0}, ""),
             ({"shared_expert_intermediate_size": 1.5}, "1.5"),
         ],
@@ -71,6 +78,7 @@ REFUSED = [
             ({"topk_group": 3, "n_group": 2}, "topk_group=3", "n_group=2"),
             ({"topk_group": 1, "n_group": 4}, "num_experts_per_tok=3", "2 experts"),
             ({"q_lora_rank": 0}, "0"),
+            *(({name: MANY}, "4096") for name in ("n_routed_experts", "num_nextn_predict_layers")),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
             ({"first_k_dense_replace": -1}, ""),
         ],
@@ -96,6 +104,8 @@ REFUSED = [
             ({"use_bidirectional_attention": True}, "True", "later tokens", "without"),
             ({"attn_logit_softcapping": 50.0}, "50.0", "without"),
             ({"sliding_window": None}, SLIDING),
+            *(({"layer_types": x}, SLIDING, x) for x in ([[FULL], "x", FULL, FULL], [{}] * 4)),
+            ({"num_hidden_layers": MANY}, "4096"),
             ({"sliding_window_pattern": 0}, "0", "positive"),
             ({ROPE: {"rope_type": "linear", "factor": 2.0}}, FULL, "2.0"),
             ({ROPE: {FULL: 5}}, f"{FULL} must be an object", "5"),
@@ -107,6 +117,13 @@ REFUSED = [
     (
         ["qwen3"],
         [({"layer_types": [FULL] * 3 + [SLIDING]}, "use_sliding_window is false")],
+    ),
+    (
+        ["qwen2", "qwen3"],
+        [
+            ({"max_window_layers": x, "use_sliding_window": True}, repr(x), "integer")
+            for x in ("28", 2.5, -1, [1])
+        ],
     ),
     (
         ["ministral"],
@@ -132,6 +149,15 @@ REFUSED = [
             ({"num_attention_heads": [4]}, "positive integer"),
             ({"num_key_value_heads": 3}, "must divide num_attention_heads=4"),
             ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5", "whole heads"),
+            *(
+                ({"partial_rotary_factor": x}, f"partial_rotary_factor={x!r}", "a number")
+                for x in ("abc", math.nan, [1], True, 10**400)
+            ),
+            ({"num_hidden_layers": MANY}, "4096"),
+            *(
+                ({"rope_scaling": LLAMA3 | {"high_freq_factor": x}}, f"high_freq_factor={x}", "4.0")
+                for x in (4.0, 1.0)
+            ),
             *(
                 ({name: {"partial_rotary_factor": 0.5, "rope_type": "default"}}, "whole heads")
                 for name in (ROPE, "rope_scaling")

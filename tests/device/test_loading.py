@@ -141,12 +141,20 @@ def test_tensors_that_are_not_finite_are_named(tmp_path, bad):
     assert f"{tmp_path} has NaN or infinity in 0.k.weight, 1.norm; download" in str(error.value)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_that_the_dtype_does_not_hold(tmp_path, dtype):
+@pytest.mark.parametrize(
+    "dtype, value, remedy",
+    [
+        ("float16", 1e5, "load it with dtype='float32'"),
+        ("bfloat16", 3.4e38, "load it with dtype='float32'"),
+        *((dtype, 1e300, "export") for dtype in ("bfloat16", "float16", "float32")),
+    ],
+)
+def test_values_that_the_dtype_does_not_hold(tmp_path, dtype, value, remedy):
     tensors = file_tensors(np.float64)
-    tensors["embed.weight"][0, 0] = 1e39
+    tensors["embed.weight"][0, 0] = value
     files = saved(tmp_path, tensors)
-    with np.errstate(over="ignore"), pytest.raises(CheckpointError, match="embed.*too large"):
+    match = f"embed.*too large for {dtype}; {remedy}"
+    with np.errstate(over="ignore"), pytest.raises(CheckpointError, match=match):
         load_params(files, SPECS, np.dtype(dtype))
 
 

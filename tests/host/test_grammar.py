@@ -4,7 +4,7 @@ import itertools
 import json
 import re
 import sys
-from functools import cache, partial
+from functools import cache, partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ llguidance = pytest.importorskip("llguidance")
 tokenizers = pytest.importorskip("tokenizers")
 
 from specjax.host.grammar import GrammarCompiler  # noqa: E402
+from specjax.host.lark import styled_schema  # noqa: E402
 from specjax.sampling_params import StructuredOutputs  # noqa: E402
 
 DEMO = Path(__file__).parents[2] / "checkpoints" / "demo-llama" / "tokenizer.json"
@@ -366,6 +367,30 @@ def test_what_cannot_be_generated_is_refused(outputs, words):
     message = rf"(?s)^structured_outputs\.{field}=.* cannot be followed: .*{words}"
     with pytest.raises(ValueError, match=message):
         make_compiler("demo").compile(StructuredOutputs(**outputs))
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused():
+    """Its error shows only a part of it, as its whole text cannot be written either."""
+    deep = reduce(lambda schema, _: {"items": schema}, range(3000), {})
+    structure = {"begin": "<f>", "schema": deep, "end": "</f>"}
+    tag = {"triggers": ["<f"], "structures": [structure]}
+    for outputs in {"json": deep}, {"structural_tag": tag}:
+        (field,) = outputs
+        message = rf"^structured_outputs\.{field}={{.* cannot be followed: .*too deeply; correct"
+        with pytest.raises(ValueError, match=message) as error:
+            make_compiler("demo").compile(StructuredOutputs(**outputs))
+        assert len(str(error.value)) < 500
+    for bad in {"triggers": deep, "structures": []}, tag | {"structures": [deep]}, deep:
+        with pytest.raises(ValueError, match=r"^structured_outputs\.structural_tag"):
+            StructuredOutputs(structural_tag=bad)
+
+
+def test_a_boolean_is_a_schema():
+    for value in True, False:
+        assert styled_schema(value) == styled_schema(json.dumps(value))
+    for other in None, 5, [1]:
+        with pytest.raises(ValueError, match="neither an object nor a boolean"):
+            styled_schema(other)
 
 
 def test_what_a_model_or_an_installation_cannot_follow_is_refused(monkeypatch):

@@ -223,6 +223,7 @@ DFLASH = {
         "sliding_window is not set",
     ),
     "windows": ({"layer_types": MIXED[:1]}, "layer_types must name ", "each of", "=2"),
+    "windows-in-lists": ({"layer_types": [[one] for one in MIXED]}, "layer_types must name ", "[["),
     "window-of-none": (
         {"dflash_config": SWA | {"swa_window_size": 0}},
         "window 0 must be at least 1",

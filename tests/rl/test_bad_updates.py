@@ -16,6 +16,7 @@ from support.rollouts import copied
 from specjax import LLM, SamplingParams
 from specjax.device.models.registry import load_model
 from specjax.rl import RolloutEngine, save_model
+from specjax.rl.named import read_finite
 from specjax.rl.nnx import PolicyModule, hf_named
 from specjax.rl.weights import paths
 from specjax.train.drafter import KINDS, HeadSizes, train_drafter
@@ -91,6 +92,7 @@ NORMS = {
     "dtype": (lambda: np.zeros(32, np.int32), "found int32", "nothing was changed"),
     "nan": (lambda: np.full(32, math.nan, np.float32), "NaN", "nothing was changed"),
     "infinity": (lambda: np.full(32, math.inf, np.float32), "infinity"),
+    "large": (lambda: np.full(32, -1e300), "too large for the engine's float32", "go back before"),
     "text": (lambda: "x", "of the weights is 'x'", "not an array"),
     "deleted": (deleted, "deleted, or donated"),
     "sparse": (lambda: torch.ones(32).to_sparse(), "sparse", "to_dense()"),
@@ -139,6 +141,8 @@ WEIGHTS = {
     "list": (lambda w: [1, 2], "weights must be a tree of arrays", "int"),
     "path": (lambda w: "folder", "no such folder: 'folder'"),
     "twice": (lambda w: [*w.items(), (NORM, w[NORM])], NORM, "twice"),
+    "keys": (lambda w: w | {3: w[NORM]}, "the weights", "the key 3", "all text"),
+    "keys inside": (lambda w: {"a": w | {None: w[NORM]}}, "the weights", "the key None"),
 }
 
 
@@ -186,9 +190,30 @@ def test_every_door_for_arrays_names_them(letters, tmp_path):
 ARGUMENTS = [
     ({"version": 0}, ["version=0", "above"]),
     *(({"version": value}, [f"version={value!r}", "integer"]) for value in ("1", 1.5, True)),
+    ({"version": 2**63}, [f"version={2**63}", "2**63 - 1"]),
     ({"pause": "x"}, ["pause='x'", "abort, wait, keep"]),
     ({"drafter": {}}, ["no drafter with weights", "eagle3"]),
 ]
+
+
+def test_values_too_large_for_bfloat16():
+    current, large = {"a": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2)}, np.float32([1, 3.4e38])
+    given = {"a": large, "b": jnp.array(large)}
+    refusal(lambda: read_finite(given, current, "weights"), "bfloat16 in a, b,")
+    read_finite({"a": large}, {"a": jnp.ones(2)}, "weights")
+
+
+SAMPLES = [
+    *((samples, [f"samples={samples!r}", "list"]) for samples in (None, 5, True)),
+    *(([([1], output)], ["sample 0", repr(output)]) for output in (None, 5)),
+    ([(None, [1])], ["sample 0", "None"]),
+]
+
+
+@pytest.mark.parametrize("samples, words", SAMPLES, ids=label)
+def test_samples_that_cannot_be_scored(engine, samples, words):
+    refusal(lambda: engine.score(samples), *words)
+    refusal(lambda: engine.check_score(samples), *words)
 
 
 @pytest.mark.parametrize("options, words", ARGUMENTS, ids=label)

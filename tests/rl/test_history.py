@@ -257,9 +257,14 @@ def test_bad_input(engine, target, tmp_path):
     history = RolloutHistory()
     generate(engine, history)
     state, many = history.state(), np.full(9, -1)
-    for bad in {"lengths": many}, {"tokens": state["tokens"] + VOCAB}, {"seeds": many * 0.5}:
+    cut = [{name: state[name][:-1]} for name in state if name != "identity"]
+    values = {"lengths": many}, {"tokens": state["tokens"] + VOCAB}, {"seeds": many * 0.5}
+    for bad in (*values, *cut):
         with pytest.raises(ValueError, match=f"not the state of a RolloutHistory: .*{[*bad][0]}"):
             RolloutHistory.of(state | bad)
+    for path, error in (tmp_path / "none", FileNotFoundError), (tmp_path, IsADirectoryError):
+        with pytest.raises(error, match=f"path='{path}' cannot be read.*RolloutHistory.save wrote"):
+            RolloutHistory.load(path)
     for bad in -0.1, 1.5, "half", True:
         with pytest.raises(ValueError, match=f"reuse_noise={bad!r} must be a fraction"):
             generate(engine, history, reuse_noise=bad)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.refusals import refusal
 from support.rollouts import made_rollout
 
 from specjax.rl import RolloutBatch, Span
@@ -38,6 +39,7 @@ def test_prompts_end_and_outputs_begin_in_one_column():
     booleans = "mask", "is_complete", "reuses_noise"
     assert {kinds.pop(name) for name in booleans} == {"bool"}
     assert {kinds.pop("logprobs"), kinds.pop("raw_logprobs")} == {"float32"}
+    assert kinds.pop("versions") == "int64"
     assert set(kinds.values()) == {"int32"}
     rows = arrays.joined()
     assert rows.tokens.tolist() == [[1, 2, 3, 4, 5, PAD], [1] + [PAD] * 5, [8, 9, 1, 2, 3, PAD]]
@@ -61,6 +63,26 @@ def test_widths_may_be_given():
         batch.padded(PAD, prompt_length=1)
     with pytest.raises(ValueError, match="length=0 is less than the 1"):
         batch.padded(PAD, length=0)
+
+
+def test_versions_may_be_times():
+    now = 1795872103123  # in milliseconds
+    arrays = RolloutBatch([rollout([1], [2], [(now, 1)])]).padded(PAD)
+    assert arrays.versions.tolist() == [[now]] and arrays.joined().versions.tolist() == [[now]]
+
+
+BAD = {
+    "pad_id": ["x", None, 0.5, True, 2**31, -(2**31) - 1],
+    "prompt_length": ["x", 2.5, -1, True],
+    "length": ["x", 2.5, -1, True],
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_padding_that_is_no_integer(name):
+    for value in BAD[name]:
+        given = {"pad_id": PAD, name: value}
+        refusal(lambda given=given: RolloutBatch([]).padded(**given), f"{name}={value!r}")
 
 
 def test_a_batch_is_a_sequence():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.engines import VOCAB
+from support.refusals import refusal
 from support.rollouts import (
     PROMPTS,
     SAMPLED,
@@ -116,3 +117,9 @@ def test_tokens_that_cannot_be_scored(engine, samples, word):
     with pytest.raises(ValueError, match=word):
         engine.score(samples)
     assert engine.metrics().num_prompt_tokens == before
+
+
+@pytest.mark.parametrize("features", ["x", 1, None])
+def test_features_are_asked_for_or_not(engine, features):
+    for call in engine.score, engine.check_score:
+        refusal(lambda call=call: call([([1], [2])], features=features), f"features={features!r}")

@@ -387,6 +387,7 @@ def test_bad_folders_change_nothing(server, bad, known):
     (f"{UPDATE}?path=a", b"", FILE, (400, None)),
     ("/finish_weight_update", None, {}, (400, None)),
     ("/update_weight_version", {"new_version": 0}, None, (400, None)),
+    ("/update_weight_version", {"new_version": 2**63}, None, (400, None)),
     ("/pause?mode=soon", None, {}, (400, None)),
     ("/pause?clear_cache=1", None, {}, (400, None)),
     ("/sleep?level=3", None, {}, (400, None)),

@@ -76,6 +76,8 @@ def test_a_port_in_use_and_files_that_others_can_read(capsys, taken, key, tmp_pa
     (["--ssl-certfile", "c"], "--ssl-keyfile, which is missing"),
     (["--max-log-len", "5"], "--enable-log-requests"),
     (["--api-key", ""], "--api-key is empty"),
+    (["--served-model-name", ""], "--served-model-name is empty"),
+    (["--served-model-name", "a", ""], "--served-model-name is empty"),
     (["--per-request-spec-decode-metrics", "all"], "none, summary, detailed"),
     (["--max-body-bytes", "0"], "--max-body-bytes=0 must be"),
     (["--max-stall-seconds", "-1"], "must be a number above 0"),

@@ -5,9 +5,12 @@ import re
 
 import pytest
 from support.engines import SIZES, generate_tokens, make_llm, random_prompts, simulated_engines
+from support.refusals import refusal
 from support.shared_models import VOCAB, llama
 
 from specjax import LLM, AsyncLLM, SamplingParams
+from specjax.serving.corpora import read_corpus
+from specjax.text.tokenizer import load_tokenizer
 
 CONFIG = {"method": "suffix", "num_speculative_tokens": 3}
 
@@ -44,6 +47,7 @@ BAD = [
     (("", [[1]]), "its name must be a text"),
     (("a", "text"), "texts='text' must be a list of texts or of token ids"),
     (("a", []), "texts=[] must be a list"),
+    (("a", [[]]), "corpus 'a': texts=[[]] have no tokens"),
     (("a", [[1, VOCAB]]), f"text 0: {VOCAB} must be a token id in 0..{VOCAB - 1}"),
     (("a", [[1], [2.5]]), "text 1: 2.5 must be a token id"),
     (("a", [[1], b"ab"]), "text 1"),
@@ -60,6 +64,13 @@ def test_bad_corpora_are_refused(llm, given, message):
         llm.add_corpus(*given)
     with pytest.raises(ValueError, match="corpus 'none' does not exist"):
         llm.remove_corpus("none")
+
+
+def test_texts_that_cannot_be_tokenised_or_have_no_tokens(letters):
+    tokenizer = load_tokenizer(letters)
+    refusal(lambda: read_corpus("a", ["b", "c\ud83d"], tokenizer, 96), "'a', text 1", "surrogate")
+    refusal(lambda: read_corpus("a", ["", ""], tokenizer, 96), "texts=['', ''] have no tokens")
+    assert len(read_corpus("a", ["", "b"], tokenizer, 96)) == 2  # as an empty file among others
 
 
 def test_counts_with_and_without_a_step_in_flight(checkpoints):

@@ -212,7 +212,9 @@ def test_the_dtype_that_a_config_says():
     inner = {"dtype": "float32", "text_config": {"dtype": "bfloat16"}}
     for fields in {"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}, inner:
         assert stored_dtype(HFConfig(fields, "config.json")) == "bfloat16"
-    assert stored_dtype(HFConfig({}, "config.json")) is None
+    assert stored_dtype(HFConfig({"dtype": "float"}, "config.json")) == "float32"
+    for unnamed in None, "auto", "torch.float8_e4m3fn":
+        assert stored_dtype(HFConfig({"dtype": unnamed}, "config.json")) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -21,7 +21,7 @@ WINDOWED = tiny_llama(num_layers=4, windows=(8, None, 8, None))
 
 
 def chosen(dtype, skipped=None, drafters=None, model=WINDOWED, kernels="interpret"):
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=2, kv_cache_dtype=drafters)
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=2, kv_cache_dtype=drafters)
     source = ModelSource(model, None, params={})
     return choose_pages(source, config, dtype, skipped, no_log, kernels)
 

@@ -115,6 +115,19 @@ def test_the_template_is_the_one_of_transformers(tmp_path, files, chosen, tools)
         assert ours.apply_chat_template(MESSAGES, **options) == expected
 
 
+FAILING = [(None, True), ("rag", True), ("{{ 1 / 0 }} ", False)]
+
+
+@pytest.mark.parametrize("chosen, is_own", FAILING)
+def test_a_template_that_fails_is_named(tmp_path, chosen, is_own):
+    """The checkpoint is named only for a template of its own."""
+    files = {"chat_template.jinja": "{{ 1 / 0 }}", "additional_chat_templates/rag.jinja": "{{"}
+    ours = load_tokenizer(write_files(tmp_path, files))
+    assert ours is not None
+    message = refusal(lambda: ours.apply_chat_template(MESSAGES, chat_template=chosen), "failed")
+    assert (str(tmp_path) in message) == is_own != ("given as chat_template" in message)
+
+
 @pytest.mark.parametrize("name", ["special_tokens_map.json", "tokenizer_config.json"])
 def test_special_tokens_are_rendered_whichever_file_has_them(tmp_path, name):
     files = {name: {"bos_token": "<s>", "eos_token": "</s>"}}

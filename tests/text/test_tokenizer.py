@@ -104,6 +104,15 @@ def test_ends_of_sequence_are_the_files_and_the_tokenizers(tmp_path):
     assert read_eos_ids(tmp_path, tokenizer) == (5, 256) and read_eos_ids(tmp_path, None) == (5,)
 
 
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_more_ends_of_sequence_than_a_request_can_have(tmp_path, file):
+    tokenizer = load_tokenizer(write_files(tmp_path, {SPECIAL: MAP}))
+    (tmp_path / file).write_text('{"eos_token_id": [0, 1, 2, 3, 4, 5, 6, 7, 7]}')
+    assert read_eos_ids(tmp_path, None) == tuple(range(8))
+    words = "eos_token_id=[0, 1, 2, 3, 4, 5, 6, 7, 7]", "9 ids", "at most 8"
+    refusal(lambda: read_eos_ids(tmp_path, tokenizer), tmp_path / file, *words)
+
+
 def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
     source, copy = tmp_path / "source", tmp_path / "copy"
     source.mkdir()

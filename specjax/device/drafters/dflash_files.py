@@ -33,7 +33,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
-from specjax.device.models.windows import FULL, SLIDING
+from specjax.device.models.windows import FULL, SLIDING, check_layer_types
 from specjax.device.parallel import specs_of
 from specjax.device.placement import Placement
 
@@ -239,11 +239,7 @@ def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask,
 
 def _windowed_layers(hf: HFConfig, num_layers: int) -> list[bool]:
     types = _layer_types(hf, num_layers)
-    if len(types) != num_layers or {*types} - {FULL, SLIDING}:
-        raise CheckpointError(
-            f"{hf.origin}: layer_types must name {FULL!r} or {SLIDING!r} for each of "
-            f"num_hidden_layers={num_layers}; got {types!r}"
-        )
+    check_layer_types(hf.origin, types, num_layers)
     is_everywhere = bool(_own(hf).get("use_swa")) and SLIDING not in types
     return [is_everywhere or one == SLIDING for one in types]
 

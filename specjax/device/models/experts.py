@@ -57,8 +57,14 @@ def read_experts(hf: HFConfig, kind: str) -> Experts | None:
 
 
 def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Return the indices of the layers that have no experts, for a model with experts."""
+    """Return the indices of the layers that have no experts, for a model with experts.
+
+    Raises:
+        CheckpointError: `mlp_only_layers` is not a list of integers.
+    """
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
+    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+        raise CheckpointError(f"{hf.origin}: mlp_only_layers={dense!r} must be a list of layers")
     return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
 

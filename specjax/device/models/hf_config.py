@@ -6,9 +6,20 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checks import is_number
 from specjax.device.models.layers.rope import Rope, yarn_magnitude
 
 _ROPE_KINDS = "default", "linear", "llama3", "yarn"
+# Layers, experts and heads of drafters are listed one by one, so a mistyped number could take hours
+# or all memory. The supported models have at most 126 layers and 512 experts.
+_LISTED = frozenset(
+    (
+        *("num_hidden_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"),
+        *("num_mtp_layers", "num_experts", "num_local_experts", "n_routed_experts"),
+        *("num_heads", "medusa_num_heads", "medusa_num_layers"),
+    )
+)
+_MAX_LISTED = 4096
 
 
 @dataclass(frozen=True)
@@ -24,10 +35,14 @@ class HFConfig:
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return the field as a positive integer."""
+        """Return the field as a positive integer; fields in `_LISTED` are at most `_MAX_LISTED`."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"{self.origin}: {key} must be a positive integer, got {value!r}")
+        if key in _LISTED and value > _MAX_LISTED:
+            raise CheckpointError(
+                f"{self.origin}: {key}={value} must be at most {_MAX_LISTED}; correct the field"
+            )
         return value
 
     def count(self, key: str, default: int) -> int:
@@ -111,11 +126,13 @@ class HFConfig:
         length = self._original(fields, self.integer("max_position_embeddings", 2048))
         scaled = replace(scaled, original_max_position=int(length))
         if kind == "llama3":
-            return replace(
-                scaled,
-                low_freq_factor=scale("low_freq_factor"),
-                high_freq_factor=scale("high_freq_factor"),
-            )
+            low, high = scale("low_freq_factor"), scale("high_freq_factor")
+            if high <= low:
+                raise CheckpointError(
+                    f"{self.origin}: rope_scaling 'llama3': high_freq_factor={high} must be above "
+                    f"low_freq_factor={low}; correct the fields"
+                )
+            return replace(scaled, low_freq_factor=low, high_freq_factor=high)
         # As in transformers: the quotient of two corrections, if both weights are set.
         attention_factor = yarn_magnitude(scaled.factor)
         if fields.get("mscale") and fields.get("mscale_all_dim"):
@@ -191,11 +208,11 @@ class HFConfig:
     ) -> int:
         default = self.get("partial_rotary_factor", partial_factor or 1.0)
         part = fields.get("partial_rotary_factor", default)
-        rotated = int(head_dim * part)
-        if not 0 < rotated <= head_dim or rotated % 2:
+        rotated = int(head_dim * part) if is_number(part) and 0 < part <= 1 else 0
+        if not rotated or rotated % 2:
             raise CheckpointError(
-                f"{self.origin}: partial_rotary_factor={part!r} must select an even number of the "
-                f"{head_dim} dimensions of a head"
+                f"{self.origin}: partial_rotary_factor={part!r} must be a number in (0, 1] that "
+                f"selects an even number of the {head_dim} dimensions of a head"
             )
         if partial_factor is None and rotated != head_dim:
             raise CheckpointError(

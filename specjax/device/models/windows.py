@@ -1,6 +1,7 @@
 """Reads the sliding windows of layers from Hugging Face configs."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.hf_config import HFConfig
@@ -43,11 +44,7 @@ def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, 
         return ()
     window = _read_window(hf, kind)
     types = hf.get("layer_types", _default_types(hf, kind, num_layers, window))
-    if not isinstance(types, Sequence) or len(types) != num_layers or {*types} - {FULL, SLIDING}:
-        raise CheckpointError(
-            f"{hf.origin}: layer_types must name {FULL!r} or {SLIDING!r} for each of "
-            f"num_hidden_layers={num_layers}; got {types!r}"
-        )
+    check_layer_types(hf.origin, types, num_layers)
     if SLIDING not in types:
         return ()
     if window is None:
@@ -56,6 +53,16 @@ def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, 
             + (", or use_sliding_window is false" if kind in _SWITCHED else "")
         )
     return tuple(window if one == SLIDING else None for one in types)
+
+
+def check_layer_types(origin: str, types: Any, num_layers: int) -> None:
+    """Raise `CheckpointError` unless `types` names full or sliding attention for each layer."""
+    is_list = isinstance(types, Sequence) and len(types) == num_layers
+    if not is_list or any(one not in (FULL, SLIDING) for one in types):
+        raise CheckpointError(
+            f"{origin}: layer_types must name {FULL!r} or {SLIDING!r} for each of "
+            f"num_hidden_layers={num_layers}; got {types!r}"
+        )
 
 
 def _read_window(hf: HFConfig, kind: str) -> int | None:
@@ -73,5 +80,5 @@ def _default_types(hf: HFConfig, kind: str, num_layers: int, window: int | None)
         return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
     if window is None:
         return [FULL] * num_layers
-    first = hf.get("max_window_layers", 28) if kind in _FROM_LAYER else 0
+    first = hf.count("max_window_layers", 28) if kind in _FROM_LAYER else 0
     return [FULL if i < first else SLIDING for i in range(num_layers)]
