@@ -21,7 +21,7 @@ from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import demo_folder
 from specjax.engine.engine import Engine
 from specjax.host.pages import PageAllocator
-from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
+from specjax.host.prefix_cache import PageKey, PrefixCache, extend_keys
 from specjax.host.request import Request
 
 K, PAGE_SIZE = 3, 16
@@ -141,9 +141,9 @@ def measure_prefixes() -> dict[str, Any]:
     }
 
 
-def keys_of(tokens: list[int]) -> list[Key]:
+def keys_of(tokens: list[int]) -> list[PageKey]:
     """Return the keys of the pages that `tokens` fill."""
-    keys: list[Key] = []
+    keys: list[PageKey] = []
     extend_keys(keys, tokens, PAGE_SIZE, b"")
     return keys
 

@@ -63,7 +63,8 @@ def measure_peers(cells: Sequence[ServeRun], name: str, done: Sequence[Measured]
     try:
         with cells[0].peer_server(name) as endpoint:
             for cell, one in zip(cells, done, strict=True):
-                clear_prefix_cache(endpoint)
+                notes = [f"{name}: {note}" for note in clear_prefix_cache(endpoint)]
+                one.details.dataset["notes"] += notes
                 one.details.peers.append(measure_peer(cell, name, endpoint, one))
     except ValueError as error:
         done[-1].details.failures[f"--against {name}: {error}"] = 1

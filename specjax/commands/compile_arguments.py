@@ -20,7 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--compile", metavar="TARGET", help="compile for TARGET: h100 or h200")
     group.add_argument("--batch-size", type=int, metavar="B", help="requests; default: 1")
-    group.add_argument("--context", type=int, metavar="TOKENS", help="per request; default: 2048")
+    text = "per request; default: 2048, or as many as the model allows"
+    group.add_argument("--context", type=int, metavar="TOKENS", help=text)
     group.add_argument(
         "--gemm",
         metavar="KIND",

@@ -15,6 +15,7 @@ from specjax.commands.speculation import read_speculation
 from specjax.inspect.hlo import Launch
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe, in_layer
 from specjax.methods import METHODS, OWN_SHAPE
+from specjax.serving.source import open_model
 
 _NARROW = "head_dtype", "quantization"  # fields of a speculative config
 _SPECULATION = "method", "model", "num_speculative_tokens", *_NARROW
@@ -92,7 +93,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         model=model,
         batch=1 if args.batch_size is None else args.batch_size,
         k=k,
-        context=2048 if args.context is None else args.context,
+        context=_usual_context(model, k) if args.context is None else args.context,
         gemm=args.gemm or "triton",
         method=method,
         drafter=None if drafter == OWN_SHAPE else drafter,
@@ -105,6 +106,12 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         quantization=args.quantization,
         narrow=tuple((name, speculation[name]) for name in _NARROW if speculation.get(name)),
     )
+
+
+def _usual_context(model: str, k: int) -> int:
+    """Return 2048, or fewer tokens if the model has no room for two more rounds after them."""
+    longest = open_model(model, takes_configs=True).target.max_position
+    return min(2048, longest - 2 * (k + 1))
 
 
 def as_json(report: StepReport) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _route(
         service: Service = request.app.state.service
         assert (control := service.control) is not None
         if "origin" in request.headers:  # a web page must not reach a server without a key
-            raise APIError(400, "this door is not for web pages; leave out the header Origin")
+            raise APIError(400, "this endpoint is not for web pages; leave out the header Origin")
         try:
             with control.operations.timed(path[1:]) if is_update else nullcontext():
                 body = await door(service, control, request)

@@ -53,6 +53,8 @@ def test_cells_are_results_of_serve_and_points_of_charts(sweep, tmp_path):
     assert "100 requests/s, 1 at a time" in names
     assert f"all at once, 4 at a time, {server.url}" in names
     assert re.search(r"most requests/s within all limits: [\d.]+, with ", printed)
+    peer = re.escape(f"all at once, 4 at a time, {server.url}: ")
+    assert re.search(peer + r"(all 4|\d of 4) outputs equal", printed)
     page = (tmp_path / "a.html").read_text()
     svg = re.search(r"Throughput against TTFT</h2>.*?(<svg.*?</svg>)", page, re.DOTALL)[1]
     told = [one.findtext("title") for one in ElementTree.fromstring(svg).iter("circle")]

@@ -114,6 +114,12 @@ def test_the_minimum_with_a_drafters_bits_by_hand(head, layers):
     assert plain.observe - least.observe == less
 
 
+def test_the_usual_context_fits_the_model():
+    for model, context in (LLAMA, 2048), ("demo-llama", 2048 - 2):
+        request = read_request(build_parser().parse_args(["info", model, *COMPILE]))
+        assert request.k == 0 and request.context == context
+
+
 def test_the_minimum_of_a_hybrid_by_hand():
     one = minimum(model=QWEN, batch=2, k=0, num_layers=4)
     with_module = minimum(model=QWEN, batch=2, k=1, num_layers=4, method="mtp")

@@ -5,6 +5,7 @@
 runs the tests that compile for an H200, and packs the functions that these tests used.
 """
 
+import argparse
 import io
 import os
 import subprocess
@@ -35,6 +36,8 @@ def unpack() -> None:
 def pack(since: float) -> None:
     """Write an archive of the files of `FOLDER` that were used after the time `since`."""
     paths = sorted(path for path in FOLDER.glob("*.json") if path.stat().st_mtime >= since)
+    if not paths:
+        sys.exit("the tests used no compiled function; is jax's CUDA plugin installed?")
     with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
         for path in paths:
             member = tarfile.TarInfo(path.name)
@@ -44,6 +47,7 @@ def pack(since: float) -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     start = time.time()
     tests = [sys.executable, "-m", "pytest", "--dist=loadscope", "-m", "h200", "tests/inspect"]
     subprocess.run(tests, cwd=ROOT, check=True)

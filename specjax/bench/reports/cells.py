@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from specjax.bench.describe import DOUBT, closing_lines
+from specjax.bench.peers.peer import describe_outputs
 from specjax.bench.reports.content import Cell, Chart, Content, ReportTable, shown
 from specjax.bench.reports.saved import Saved
 from specjax.bench.table import format_table
@@ -44,7 +45,8 @@ def cell_name(top: Mapping[str, Any]) -> str:
 def _notes(cells: Sequence[Saved]) -> list[str]:
     """Return a line that names the run with the most goodput, and the closing lines of all runs.
 
-    Each run is a cell: `bench serve` with one rate and one concurrency. Equal lines occur once.
+    Each run is a cell: `bench serve` with one rate and one concurrency. Equal lines occur once. The
+    last lines say, for each cell and peer, how many outputs were equal.
     """
     lines: list[str] = []
     good = {cell_name(one.top): one.top["request_goodput"] or 0.0 for one in cells}
@@ -58,6 +60,11 @@ def _notes(cells: Sequence[Saved]) -> list[str]:
     if doubts:
         lines.append(f"in {len(doubts)} of {len(cells)} cells, {doubts[0]}")
     lines += [line for of in closing for line in of if not line.startswith(DOUBT)]
+    lines += [
+        f"{cell_name(one.top)}, {peer.name}: {describe_outputs(peer)}"
+        for one in cells
+        for peer in (one.details.peers if one.details is not None else ())
+    ]
     return list(dict.fromkeys(lines))
 
 
