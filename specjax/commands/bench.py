@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `specjax.bench.speculation.run` reads."""
-    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
+    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; default: {TARGET}")
     parser.add_argument(
         "--drafter",
         action="append",
@@ -136,7 +136,7 @@ def _add_setup(
     parser: argparse.ArgumentParser, *, ks: str, batch_sizes: str, max_tokens: int, rounds: int
 ) -> None:
     """Declare the arguments that become the fields of `engines.Setup`."""
-    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
+    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; default: {TARGET}")
     parser.add_argument(
         "--drafter",
         metavar="[METHOD=]CHECKPOINT",

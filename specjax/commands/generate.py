@@ -94,7 +94,8 @@ def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
     Each line of a file is a text, or a JSON object if the file is a .jsonl.
     """
     for text in listed:
-        if text in NAMES or _PATH.fullmatch(text):
+        is_folder = len(text) < 256 and (Path(text) / "config.json").is_file()
+        if text in NAMES or _PATH.fullmatch(text) or is_folder:
             raise ValueError(
                 f"the prompt {text!r} looks like a model; give models with --model, and such "
                 "prompts with --prompts-file"

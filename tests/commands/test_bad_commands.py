@@ -359,6 +359,13 @@ def test_prompts_that_are_refused_before_a_model_loads(
     refused(f"generate --model MODEL {more} --prompts-file {file}", *words)
 
 
+def test_a_prompt_that_names_a_model_in_this_folder(refused, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    refused("generate mine hi", "'mine'", "--model")
+
+
 @pytest.mark.slow
 def test_files_that_are_of_another_kind(refused, checkpoints, monkeypatch, tmp_path):
     config = tmp_path / "config.json"
