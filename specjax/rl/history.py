@@ -382,7 +382,14 @@ def identity_of(llm: LLM) -> dict[str, Any]:
 
 
 def _check_state(arrays: Mapping[str, np.ndarray], update: Any, vocab_size: Any) -> None:
-    """Raise a ValueError if no history can have these arrays, which have the names in `_ARRAYS`."""
+    """Check the arrays of a history's state, named as in `_ARRAYS`, and its last update.
+
+    `vocab_size` limits the token ids if it is an integer.
+
+    Raises:
+        ValueError: an array is not a vector of integers, has another length than most arrays, or
+            has a number out of range; or `update` is not an integer.
+    """
     for name, array in arrays.items():
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{name} is not a vector of integers")
