@@ -44,8 +44,8 @@ class TensorSpec:
             "heads", and a number of rows. The name is None for rows that all devices have.
             `divide` uses the first way with a name in its `shares`. `cuts` is () for an array that
             is never divided.
-        stacked_as: the name, such as "experts", of the share by which devices divide the stacked
-            groups; None if devices never divide the groups.
+        stacked_as: the key of `shares`, such as "experts", that says how devices divide the stacked
+            groups; None if every device has all groups.
         divides_input: whether `cuts` divide the axis of a matrix's inputs, so that the products of
             all devices must be added up.
     """

@@ -185,8 +185,8 @@ class ServerSettings:
     def read_chat_template(self) -> str | None:
         """Return the chat template in the setting `chat_template`, or None.
 
-        A setting that contains "{" is a template. Any other setting is the path of a file, whose
-        text is returned, or the name of a template, which is returned as it is.
+        If the setting is the path of a file, return the file's text. Otherwise return the setting
+        unchanged: it is a template if it contains "{", and else the name of a template.
         """
         given = self.chat_template
         if given is None or "{" in given or not Path(given).is_file():

@@ -90,8 +90,8 @@ class FeatureSet:
         """Return the set of `documents` with the features that `features` yields.
 
         For each document, `features` yields the features of all tokens but the last. Documents
-        longer than `length`, and their features, are then cut by `window`. If `features` is lazy,
-        the features of a document are freed before those of the next document are computed.
+        longer than `length`, and their features, are then cut by `window`. If `features` is a
+        generator, only one document's uncut features are in memory at a time.
 
         Raises:
             ValueError: no tokens of answers remain after this cut.

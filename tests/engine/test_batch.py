@@ -338,14 +338,14 @@ def test_outputs_round_trip():
 @pytest.mark.parametrize("has_raw", [False, True])
 def test_prompt_logprobs_come_after_logprobs_that_nobody_wants(has_raw):
     """Prompt log-probabilities belong to the tokens after each row of the chunk."""
-    plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 8, 8),), 1, WIDTH)
+    plan = PrefillPlan((Chunk(make_sequence(0, 20, prompt_logprobs=0), 7, 8),), 1, WIDTH)
     variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
     prompts = numbered(8, 3, has_raw=has_raw)
     step = plan, TOKENS[:1, :1], (0,), DRAFTS[2:3]
     (row,) = unpacked(*step, prompts, variant, has_raw=has_raw)
-    assert row.logprobs is None and row.start == 8
+    assert row.logprobs is None and row.start == 7
     raw = [1000.0 + i if has_raw else None for i in range(8)]
-    expected = [{9 + i: Logprob(float(i), i, None, raw[i])} for i in range(8)]
+    expected = [{8 + i: Logprob(float(i), i, None, raw[i])} for i in range(8)]
     assert row.prompt_logprobs == expected
 
 

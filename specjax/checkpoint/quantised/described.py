@@ -32,8 +32,8 @@ class Described:
 def described(files: TensorFiles, form: Format, names: Iterable[str]) -> TensorFiles:
     """Return `files`, with each matrix in `names` replaced by the tensors of its quantised form.
 
-    `form.stored` returns these tensors. If it returns None, the matrix stays as it is. All tensors
-    of `files` are `Described`.
+    The method `form.stored` returns the tensors of one matrix, or None if the matrix stays plain.
+    `files` contains only `Described` tensors.
     """
     tensors = dict(files.tensors)
     for name in names:
