@@ -49,9 +49,10 @@ def demo_folder(name: str) -> Path:
 def with_demo_drafter(config: Mapping[str, Any], target: str | None) -> dict[str, Any]:
     """Return a copy of a speculative config, with a demo drafter as its default "model".
 
-    The "model" is added only if `config` has no "model", and `target`, the name of the target
+    The "model" is added only if `config` has none (or None), and `target`, the name of the target
     model, is a demo with a separate drafter for the config's "method".
     """
-    drafters = DRAFTERS.get(target or "", {})
-    found = drafters.get(config.get("method") or "")
-    return dict(config) if found in (None, target) else {"model": found, **config}
+    found = DRAFTERS.get(target or "", {}).get(config.get("method") or "")
+    if found in (None, target) or config.get("model") is not None:
+        return dict(config)
+    return {**config, "model": found}

@@ -111,8 +111,7 @@ def _convert(fields: dict[str, Any], kind: type[Body]) -> Body:
             raise APIError(400, f"{missing[1]} is missing", missing[1]) from None
         raise of_validation(error) from None
     if unknown := fields.keys() - _known(kind):
-        shown = shown_names(unknown)
-        _LOG.warning("a request has %d unknown fields, ignored: %s", len(unknown), shown)
+        _LOG.warning("a request has unknown fields, ignored: %s", shown_names(unknown))
     return body
 
 

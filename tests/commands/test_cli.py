@@ -171,6 +171,14 @@ def test_how_many_drafts_the_flags_ask_for():
         assert made == {"method": "eagle3", "model": "org/head"} | config
 
 
+@pytest.mark.parametrize("model", [{}, {"model": None}])
+def test_a_demo_has_a_drafter_by_default(model):
+    config = json.dumps({"method": "eagle3", "num_speculative_tokens": 3, **model})
+    argv = ["generate", "--speculative-config", config]
+    made = read_speculation(cli.build_parser().parse_args(argv), "demo-llama")
+    assert made is not None and made["model"] == "demo-llama-eagle3"
+
+
 PROFILE = {
     "is_online": False,
     "batch_stats": {"1": {"0": 6.0, "2": 7.0}, "4": {"0": 7.0, "2": 14.0}},
