@@ -19,7 +19,7 @@ from specjax.device.drafters.p_eagle import PEagleHead
 from specjax.device.models.model import Features, Model
 from specjax.train.context import BlockRows, ContextRows
 from specjax.train.features import Batch
-from specjax.train.teacher import Frozen, Teacher, at, cross_entropy, shift
+from specjax.train.teacher import Frozen, Teacher, at, distance, shift
 
 # A function of (target, params, head, batch, starts i32[B, N], K). It returns the arrays of logits
 # that are trained, each f32[B, N, K, V_d]; drafts are drawn from the last array.
@@ -39,7 +39,7 @@ def block_loss(
     num_blocks: int = 32,
     gamma: float = 4.0,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the cross-entropy to the target's distribution, for drafts after random answer tokens.
+    """Return the distance to the target's distribution, for drafts after random answer tokens.
 
     A document has up to `num_blocks` blocks, which start at different tokens. The loss is the sum
     over drafts k = 1, 2, ... of the mean over blocks. Draft k has the weight exp(-(k - 1) / gamma),
@@ -60,7 +60,7 @@ def block_loss(
         counts &= at(teacher.is_drafted, spots - 1)
         expected = at(teacher.probs, spots - 1)
         for logits in trained:
-            loss, accuracy = cross_entropy(logits[:, :, k - 1], expected, counts)
+            loss, accuracy = distance(logits[:, :, k - 1], expected, counts)
             total += math.exp(-(k - 1) / gamma) * loss
             metrics[f"accuracy_{k}"] = accuracy
     return total, metrics

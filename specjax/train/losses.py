@@ -23,7 +23,7 @@ from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.features import Batch
 from specjax.train.loop import Loss
 from specjax.train.target import matrix_labels
-from specjax.train.teacher import Frozen, Teacher, cross_entropy, shift
+from specjax.train.teacher import Frozen, Teacher, distance, shift
 
 # Names of fields of drafters' parameters: first the frozen fields, then the output heads.
 UNTRAINED = ("embedding", "target_ids")
@@ -90,8 +90,8 @@ def unrolled_loss(
     """Return the loss and metrics of a head that drafts each token from the head's last output.
 
     In training, the head makes its drafts in the same way as in serving ("training-time test", Li
-    et al. 2025, section 3.2). The loss is the cross-entropy between the target's and the head's
-    distributions, a mean over tokens of answers, summed over drafts. Draft j = 0, 1, ... has the
+    et al. 2025, section 3.2). The loss is the `distance` of the head's distributions from
+    the target's, a mean over tokens of answers, summed over drafts. Draft j = 0, 1, ... has the
     weight decay^j. A token is ignored if the draft vocabulary lacks the target's most likely token.
     """
     params = frozen.join(trainable)
@@ -124,7 +124,7 @@ def medusa_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the loss and metrics of Medusa heads.
 
-    The loss is the sum of all heads' cross-entropies to the target's distributions. Head
+    The loss is the sum of all heads' `distance` from the target's distributions. Head
     i = 0, 1, ... has the weight decay^i (Cai et al. 2024, section 2.2).
     """
     params = frozen.join(trainable)
@@ -149,7 +149,7 @@ def _ahead(
     The target predicts token p + 1 at row p. The logits of row p predict token p + 2 + `step`.
     """
     counts = shift(is_answer, step + 2) & shift(teacher.is_drafted, step + 1)
-    return cross_entropy(logits, shift(teacher.probs, step + 1), counts)
+    return distance(logits, shift(teacher.probs, step + 1), counts)
 
 
 def eagle1_loss(

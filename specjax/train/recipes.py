@@ -111,7 +111,8 @@ def _answers(args: Namespace) -> None:
         for i in range(len(order))
     ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with LLM(args.target, max_num_seqs=args.batch_size, max_model_len=512, seed=args.seed) as llm:
+    sizes = {"max_num_seqs": args.batch_size, "max_model_len": 512}
+    with LLM(args.target, **sizes, seed=args.seed, verbose=True) as llm:  # it may take minutes
         outputs = llm.generate([texts[i] for i in order], params)
     rows = [
         {

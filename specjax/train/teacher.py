@@ -10,6 +10,8 @@ from specjax.device.drafters.drafter import DrafterWeights, Params
 from specjax.device.models.model import Model
 from specjax.train.features import Batch
 
+VARIATION_WEIGHT = 4.0  # of the total variation in the loss, relative to the cross-entropy's
+
 
 class Frozen(NamedTuple):
     """Parameters that a drafter's loss uses but does not train."""
@@ -44,19 +46,25 @@ class Teacher(NamedTuple):
         return cls(jax.nn.softmax(logits).reshape(size, length, -1), is_drafted)
 
 
-def cross_entropy(
+def distance(
     logits: jax.Array, expected: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the mean cross-entropy and the mean accuracy of logits [..., V_d].
+    """Return how far logits [..., V_d] are from the target's distributions, and their accuracy.
 
-    V_d is the size of the draft vocabulary. The means are over the rows where `counts` bool[...] is
-    true. `expected` [..., V_d] has the target's probabilities. Tokens with a logit of -inf are not
-    candidates, and are ignored.
+    The distance of a row is the cross-entropy plus `VARIATION_WEIGHT` times the total variation. A
+    draft is accepted with a probability of at most 1 - total variation (Leviathan et al. 2023,
+    theorem 3.5), and a small head cannot make both terms minimal.
+
+    V_d is the size of the draft vocabulary. Both results are means over the rows where `counts`
+    bool[...] is true. `expected` [..., V_d] has the target's probabilities. Tokens with a logit of
+    -inf are not candidates; the cross-entropy ignores them.
     """
     weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-    log_probs = jnp.where(logits > -jnp.inf, jax.nn.log_softmax(logits), 0)
+    own = jax.nn.log_softmax(logits)
+    log_probs = jnp.where(logits > -jnp.inf, own, 0)
+    variation = 1 - jnp.minimum(expected, jnp.exp(own)).sum(-1)
     right = logits.argmax(-1) == expected.argmax(-1)
-    loss = -(expected * log_probs).sum(-1)
+    loss = VARIATION_WEIGHT * variation - (expected * log_probs).sum(-1)
     return (loss * weight).sum(), (right.astype(jnp.float32) * weight).sum()
 
 

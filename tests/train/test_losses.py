@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.params import random_params
-from support.training import HEAD_SIZES, LENGTH, TARGET, VOCAB, cross_entropy
+from support.training import HEAD_SIZES, LENGTH, TARGET, VOCAB, distance
 
 from specjax.device.drafters.dflash2 import DFlash2
 from specjax.device.models.model import Features
@@ -62,7 +62,7 @@ def test_a_chain_learns_counted_positions(target_params, documents, features):
     total = 0.0
     for step, logits in enumerate(drafted):
         losses = [
-            cross_entropy(teacher[b, t + 1 + step, ids], logits[b, t])
+            distance(teacher[b, t + 1 + step, ids], logits[b, t])
             for b, t in np.ndindex(4, LENGTH - 2 - step)
             if batch.is_answer[b, t + 2 + step] and teacher[b, t + 1 + step].argmax() in ids
         ]
@@ -125,7 +125,7 @@ def test_blocks_learn_the_answers_after_their_anchors(target_params, documents, 
         spots = [(b, n) for b, n in spots if teacher[b, n + k - 1].argmax() in ids]
         for logits in trained:
             pairs = [(teacher[b, n + k - 1, ids], logits[b, n, k - 1]) for b, n in spots]
-            total += np.exp(-(k - 1) / gamma) * np.mean([cross_entropy(*pair) for pair in pairs])
+            total += np.exp(-(k - 1) / gamma) * np.mean([distance(*pair) for pair in pairs])
         right = np.mean([one.argmax() == other.argmax() for one, other in pairs])
         np.testing.assert_allclose(metrics[f"accuracy_{k}"], right, atol=1e-6)
     np.testing.assert_allclose(loss, total, rtol=1e-4)
@@ -149,7 +149,7 @@ def test_every_head_of_medusa_learns_its_own_distance(target_params, features):
         logits = drafted[:, i].reshape(2, LENGTH, -1)
         spots = [(b, p) for b in range(2) for p in range(2 - i, 18 - i)]  # p + 2 + i is an answer's
         pairs = [(teacher[b, p + 1 + i], logits[b, p]) for b, p in spots]
-        total += 0.8**i * np.mean([cross_entropy(*pair) for pair in pairs])
+        total += 0.8**i * np.mean([distance(*pair) for pair in pairs])
         right = np.mean([one.argmax() == other.argmax() for one, other in pairs])
         np.testing.assert_allclose(metrics[f"accuracy_{i + 1}"], right, atol=1e-6)
     np.testing.assert_allclose(loss, total, rtol=1e-4)
