@@ -50,7 +50,7 @@ def _is_own(module: str) -> bool:
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Refuse a value that is not among the choices."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
 
 
@@ -143,7 +143,7 @@ def parse_batches(given: Any, max_num_seqs: int) -> tuple[int, ...]:
     Raises:
         ValueError: an entry is not a batch size, or is far larger than `max_num_seqs`.
     """
-    if not isinstance(given, Iterable) or not (sizes := list(given)):
+    if not (sizes := _listed(given)):
         raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
     check_positive(**{f"decode_batches[{i}]": size for i, size in enumerate(sizes)})
     most = MAX_PADDING * max_num_seqs
@@ -165,7 +165,7 @@ def parse_shapes(given: Any, possible: int) -> tuple[tuple[int, int], ...]:
     Raises:
         ValueError: an entry is not a (batch, width) pair, or holds far more tokens than `possible`.
     """
-    shapes = list(given) if isinstance(given, Iterable) else []
+    shapes = _listed(given)
     if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
         raise ValueError(
             f"prefill_shapes={given!r} must be pairs (batch, width), as ((1, 512), (4, 128))"
@@ -185,4 +185,5 @@ def parse_shapes(given: Any, possible: int) -> tuple[tuple[int, int], ...]:
 def _listed(value: Any) -> list[Any]:
     """Return the items of a list, tuple or array; an empty list for anything else."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    return list(value) if is_list else []
+    is_scalar = getattr(value, "ndim", 1) == 0  # an array without dimensions has no items
+    return list(value) if is_list and not is_scalar else []

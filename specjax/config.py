@@ -146,7 +146,7 @@ class SpeculativeConfig:
         where, path = "speculative_config", self.dynamic_config_path
         flags = {"adaptive": self.adaptive, "dynamic_config_force": self.dynamic_config_force}
         check_flags(**{f"{where}.{name}": value for name, value in flags.items()})
-        if path == "" or not isinstance(path, str | PathLike | None):
+        if not isinstance(path, str | PathLike | None) or path == "":
             raise ValueError(f"{where}.dynamic_config_path={path!r} must be a profile's path")
         if self.dynamic_config_force and path is None:
             raise ValueError(
@@ -242,7 +242,7 @@ class SpeculativeConfig:
         needed, method = {"method"}, config.get("method")
         if method is not None:
             check_choice("speculative_config.method", method, tuple(METHODS))
-        if config.get("dynamic_config_path") is None and not config.get("adaptive"):
+        if config.get("dynamic_config_path") is None and config.get("adaptive", False) is False:
             needed.add("num_speculative_tokens")
         if method not in OWN_METHODS:
             needed.add("model")

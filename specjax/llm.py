@@ -303,11 +303,11 @@ class LLM(CorpusMethods, VllmMethods):
         """Write a profile of learned times and rates, which `dynamic_config_path` can name.
 
         Raises:
-            ValueError: no times were learned.
+            ValueError: no times were learned, or the file cannot be written.
         """
         with self._lock:
             self._check_open()
-            save_profile(self.engine, Path(path))
+            save_profile(self.engine, path)
 
     def get_tokenizer(self) -> ChatTokenizer:
         """Return the checkpoint's tokenizer, with encode, decode and apply_chat_template.

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from specjax.checks import check_count, check_positive, is_number
+from specjax.checks import check_positive, is_integer, is_number
 
 # A placeholder for a drafter's checkpoint, for reports that need only the drafter's shapes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
@@ -10,6 +10,14 @@ SOURCES = ("suffix",)  # sources of drafts on the host
 # Maximum length of a match of "ngram", in tokens. Each token adds a pass over the whole context to
 # every step's program, so that a huge number would never compile. Useful matches have a few tokens.
 MAX_LOOKUP = 64
+# Length of the longest match of "suffix", in tokens. A match has at least 2 tokens, and each search
+# copies and compares this number of tokens.
+MIN_DEPTH, MAX_DEPTH = 2, 256
+# Maximum number of earlier outputs of "suffix", which have at most a million tokens in total.
+MAX_CACHED_REQUESTS = 1_000_000
+# Maximum number of drafts per token of a match. A match of 2 tokens then has more drafts than any
+# step, so that a larger number would change nothing.
+MAX_FACTOR = 1000
 
 
 class Method(NamedTuple):
@@ -67,11 +75,14 @@ def check_sources(config: Any) -> dict[str, Any]:
     sources = config.sources
     free = [name for name in SOURCES if name not in method.sources]
     is_list = isinstance(sources, list | tuple) and len(set(map(str, sources))) == len(sources)
-    if not is_list or not all(name in free for name in sources):
+    if not is_list or not all(isinstance(x, str) and x in free for x in sources):
         listed = f"a list of {', '.join(free)}, each once" if free else "left out"
         raise ValueError(
             f"{where}.with={sources!r} must be {listed}, with method={config.method!r}"
         )
+    # Every option is a number from here on: an array could not be compared with a default.
+    _check_suffix(*(getattr(config, name) for name in SUFFIX_OPTIONS))
+    bounds = _lookup_bounds(config.prompt_lookup_min, config.prompt_lookup_max)
     defaults = type(config).__dataclass_fields__
     for name, needs in METHODS.items():
         given = [one for one in needs.options if getattr(config, one) != defaults[one].default]
@@ -82,11 +93,8 @@ def check_sources(config: Any) -> dict[str, Any]:
             f"{where}.model={config.model!r}: method={config.method!r} has no checkpoint; leave it "
             "out"
         )
-    _check_suffix(*(getattr(config, name) for name in SUFFIX_OPTIONS))
-    if "prompt_lookup_min" not in method.options:
-        return {}
-    bounds = _lookup_bounds(config.prompt_lookup_min, config.prompt_lookup_max)
-    return dict(zip(method.options, bounds, strict=True))
+    is_lookup = "prompt_lookup_min" in method.options
+    return dict(zip(method.options, bounds, strict=True)) if is_lookup else {}
 
 
 def _lookup_bounds(shortest: Any, longest: Any) -> tuple[int, int]:
@@ -114,9 +122,20 @@ def _lookup_bounds(shortest: Any, longest: Any) -> tuple[int, int]:
 
 def _check_suffix(depth: Any, cached_requests: Any, factor: Any, min_prob: Any) -> None:
     where = "speculative_config.suffix_decoding"
-    check_positive(**{f"{where}_max_tree_depth": depth})
-    check_count(**{f"{where}_max_cached_requests": cached_requests})
-    if not is_number(factor) or not factor > 0:
-        raise ValueError(f"{where}_max_spec_factor={factor!r} must be a positive number")
+    if not is_integer(depth) or not MIN_DEPTH <= depth <= MAX_DEPTH:
+        raise ValueError(
+            f"{where}_max_tree_depth={depth!r} must be an integer in {MIN_DEPTH}..{MAX_DEPTH}, "
+            "tokens of a match; 24 is usual"
+        )
+    if not is_integer(cached_requests) or not 0 <= cached_requests <= MAX_CACHED_REQUESTS:
+        raise ValueError(
+            f"{where}_max_cached_requests={cached_requests!r} must be an integer in "
+            f"0..{MAX_CACHED_REQUESTS}, earlier outputs; 10000 is usual"
+        )
+    if not is_number(factor) or not 0 < factor <= MAX_FACTOR:
+        raise ValueError(
+            f"{where}_max_spec_factor={factor!r} must be a number above 0 and at most "
+            f"{MAX_FACTOR}, drafts per token of the match; 1.0 is usual"
+        )
     if not is_number(min_prob) or not 0 <= min_prob <= 1:
         raise ValueError(f"{where}_min_token_prob={min_prob!r} must be in 0..1")

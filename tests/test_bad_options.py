@@ -61,14 +61,16 @@ SMALL = {"prefill_shapes": ((1, 8),)}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 SUFFIX = NGRAM | {"method": "suffix"}
 BAD_SUFFIX = {
-    "max_tree_depth": (0, 2.5),
-    "max_cached_requests": (-1, "3"),
-    "max_spec_factor": (0, "1", float("nan")),
-    "min_token_prob": (-0.1, 1.5, float("nan")),
+    "max_tree_depth": (0, 1, 2.5, 257),
+    "max_cached_requests": (-1, "3", 10**400),
+    "max_spec_factor": (0, "1", 1001, nan, math.inf),
+    "min_token_prob": (-0.1, 1.5, nan),
 }
+ZERO_D = np.array(4)  # an array without dimensions
+NO_SIZES = 4, "4", (4.0,), (0, 4), (), ZERO_D
 BAD_SETS = [
-    *(({"decode_batches": sizes}, ["decode_batches"]) for sizes in (4, "4", (4.0,), (0, 4), ())),
-    *(({"prefill_shapes": x}, ["prefill_shapes"]) for x in (5, "ab", ((2.0, 32),), (24,))),
+    *(({"decode_batches": sizes}, ["decode_batches"]) for sizes in NO_SIZES),
+    *(({"prefill_shapes": x}, ["prefill_shapes"]) for x in (5, "ab", ((2.0, 32),), (24,), ZERO_D)),
     (FEW | {"decode_batches": (1, 4)}, ["decode_batches=(1, 4)", "max_num_seqs=6", "add 6"]),
     (FEW | {"decode_batches": (1, 4)}, ["max_num_seqs to 4"]),
     (FEW | SMALL, ["prefill_shapes=((1, 8),)", "add (3, 8)", "max_num_batched_tokens=24", "to 8"]),

@@ -9,6 +9,7 @@ from support.refusals import label, refusal
 
 from specjax import SpeculativeConfig
 from specjax.checks import parse_table
+from specjax.methods import SUFFIX_OPTIONS
 
 nan = math.nan
 DRAFTER = {"method": "eagle3", "model": "folder"}
@@ -30,12 +31,16 @@ BAD_VALUES = {
     "max_slowdown": [-0.1, 1.5, "0", True, None, 0.1],  # the last one without adaptive
     "dynamic_config_path": [5, "", True],
     "dynamic_config_force": [1, True],  # without a profile
-    TABLE: [[], (), "1-4:3", {1: 3}, 3],
+    TABLE: [[], (), "1-4:3", {1: 3}, 3, np.array(3)],
 }
+NO_ARRAYS = "method", "verification", "adaptive", "dynamic_config_path", "prompt_lookup_max"
+PAIR = np.array(["eagle3", "ngram"])
 NO_RATES = [(0.5, 0.4), (), (0.5, 0.6, 0.1), (1.1, 0.6, 0.1), (0.5, 0.1, -0.1), (0.5, nan, 0.1)]
 NO_RATES += [("0.5", 0.2, 0.1), 0.5, "abc"]
 BAD_SETS = [
     *(({name: x}, [f"{name}={x!r}"]) for name, values in BAD_VALUES.items() for x in values),
+    *(({name: PAIR}, [f"{name}=array(["]) for name in (*NO_ARRAYS, *SUFFIX_OPTIONS)),
+    ({"sources": [PAIR]}, ["with=[array(["]),
     *((SYNTHETIC | {RATES: rates}, [RATES, rates]) for rates in NO_RATES),
     *((SYNTHETIC | {LENGTH: x}, [LENGTH, x, "1..4"]) for x in (0.9, 4.1, nan, "2", True)),
     (SYNTHETIC, [RATES, LENGTH]),

@@ -19,6 +19,7 @@ from support.dynamic_k import Recording, requests_of, write_profile
 from support.engines import VOCAB, generate_tokens, random_prompts
 from support.engines import make_llm as make_any_llm
 from support.logits import double
+from support.refusals import refusal
 from support.shared_models import EOS, eagle3, llama
 from support.simulated_device import SimulatedPrograms
 from support.simulated_outputs import HostArray
@@ -172,6 +173,11 @@ def test_only_what_was_learned_can_be_saved(tmp_path, llm):
     llm.engine.set_policy(GoodputPolicy(range(K + 1), None, Acceptance(K)))
     with pytest.raises(ValueError, match="existing folder"):
         llm.save_dynamic_config(tmp_path / "none" / "learned.json")
+    refusal(lambda: llm.save_dynamic_config(None), "path=None", "name a file")
+    cost = StepCost({1: {0: 1e10, K: 1e10}})
+    llm.engine.set_policy(GoodputPolicy(range(K + 1), cost, Acceptance(K)))
+    with pytest.raises(ValueError, match=r'what was learned: batch_stats\["1"\]\["0"\]='):
+        llm.save_dynamic_config(tmp_path / "learned.json")
     assert not list(tmp_path.iterdir())
 
 

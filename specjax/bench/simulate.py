@@ -18,6 +18,7 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
 
 MAX_SHIFT = 50  # log-odds at which all drafts are accepted, or none
+MAX_CONTEXT = 10_000_000  # tokens, about the longest context of models
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,10 @@ class SimulationSettings:
 
     def __post_init__(self):
         check_positive(**{"--seeds": self.seeds, "--requests": self.requests})
-        if self.context < 0:
-            raise ValueError(f"--context {self.context} must be a number of tokens, at least 0")
+        if not 0 <= self.context <= MAX_CONTEXT:
+            raise ValueError(
+                f"--context {self.context} must be a number of tokens in 0..{MAX_CONTEXT}"
+            )
         if not 0 <= self.text_acceptance < 1:
             raise ValueError(
                 f"--text-acceptance {self.text_acceptance} must be a rate in [0, 1); 0: no texts"

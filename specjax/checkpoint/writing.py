@@ -16,17 +16,19 @@ def naming(path: Path) -> Iterator[None]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
-def check_writable(option: str, path: Path) -> None:
+def check_writable(option: str, path: str | os.PathLike[str]) -> None:
     """Check that an output file can be written, before the work that produces the file.
 
     Raises:
         ValueError: the file cannot be written; the message names the option and a remedy.
     """
-    parent = path.expanduser().absolute().parent
-    if path.expanduser().is_dir() or not parent.is_dir():
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"{option}={path!r} must be a text or a Path; name a file")
+    whole = Path(path).expanduser().absolute()
+    if whole.is_dir() or not whole.parent.is_dir():
         raise ValueError(f"{option} {path} cannot be a file; name one in an existing folder")
     try:
-        tempfile.TemporaryFile(dir=parent).close()
+        tempfile.TemporaryFile(dir=whole.parent).close()
     except OSError as error:
         raise ValueError(
             f"{option} {path} cannot be written ({error.strerror}); name a file elsewhere"

@@ -244,7 +244,7 @@ class RolloutHistory:
             ValueError: the folder of `path` does not exist.
             OSError: the file cannot be written.
         """
-        check_writable("path", Path(path))
+        check_writable("path", path)
         content = io.BytesIO()
         for array in self.state().values():  # tokens are last: rollouts before a cut stay usable
             np.save(content, array, allow_pickle=False)

@@ -56,9 +56,11 @@ def _tokens_of(
             raise ValueError(f"{where} is a text, and there is no tokenizer; give token ids")
         check_text(where, text)
         return list(tokenizer.encode(text, add_special_tokens=False))
-    if not isinstance(text, Sequence) and not hasattr(text, "tolist"):
+    if isinstance(text, bytes | bytearray | memoryview):
+        raise ValueError(f"{where} is bytes; decode them to text, as with .decode('utf-8')")
+    if not isinstance(text, Sequence) and not getattr(text, "ndim", 0):  # an array has dimensions
         raise ValueError(f"{where}: {text!r:.60} must be a list of token ids, or a string")
-    tokens = list(text)
+    tokens = text if isinstance(text, Sequence) else text.tolist()
     for token in tokens:
         if not is_integer(token) or not 0 <= token < vocab_size:
             raise ValueError(

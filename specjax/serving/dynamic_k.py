@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
         )
 
 
-def save_profile(engine: Engine, path: Path) -> None:
+def save_profile(engine: Engine, path: str | PathLike[str]) -> None:
     """Write a profile of the times and rates that an engine's policy has learned.
 
     The profile has times of rounds and acceptance rates. Both are means over replicas, weighted by
@@ -120,8 +121,10 @@ def save_profile(engine: Engine, path: Path) -> None:
 
     Raises:
         ValueError: the policy does not learn times; or the engine has the option `exact`, with
-            which rounds of every K take the same time; or the folder of `path` does not exist.
+            which rounds of every K take the same time; or a learned value is out of a profile's
+            range; or `path` is not a path in an existing folder.
     """
+    check_writable("path", path)
     replicas = engine.engines
     profiles = [one.scheduler.policy.learned() for one in replicas]
     learned = [profile for profile in profiles if profile is not None]
@@ -134,9 +137,9 @@ def save_profile(engine: Engine, path: Path) -> None:
     model = fingerprint(replicas[0].target, engine.drafter, engine.params)
     profile = mean_profile(learned, [one.metrics().num_decode_steps for one in replicas])
     measured = {"model": model, "device": device_kind(), **(profile.measured or {})}
-    profile = replace(profile, measured=measured)
-    check_writable("path", path)
-    write_whole(path.expanduser(), json.dumps(profile.as_json(), indent=1) + "\n")
+    content = replace(profile, measured=measured).as_json()
+    Profile.of(content, "what was learned")  # a profile that cannot be read is not written
+    write_whole(Path(path).expanduser(), json.dumps(content, indent=1) + "\n")
 
 
 def device_kind() -> str:

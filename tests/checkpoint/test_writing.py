@@ -8,11 +8,12 @@ from unittest.mock import Mock
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.refusals import refusal
 
 from specjax import cli
 from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.spec import stored
-from specjax.checkpoint.writing import write_whole
+from specjax.checkpoint.writing import check_writable, write_whole
 
 SPECS = [stored(["a"], (512, 512))]
 PARAMS = [jnp.ones((512, 512))]
@@ -77,3 +78,8 @@ def test_a_training_run_names_where_its_state_was_to_go(tmp_path, monkeypatch):
     with pytest.raises(OSError) as error:
         loop.fit(params, None, labels, None, None, tmp_path / "run", schedule)
     assert error.value.filename == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("path", [None, 5, b"profile.json"])
+def test_a_path_of_another_type(path):
+    refusal(lambda: check_writable("path", path), f"path={path!r}", "name a file")

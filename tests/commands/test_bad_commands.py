@@ -260,6 +260,7 @@ SIMULATE = [
     ("--requests -1", ["--requests=-1", "at least 1"]),
     ("--acceptance-shift nan", ["--acceptance-shift nan", "-50..50"]),
     ("--acceptance-shift=-51", ["--acceptance-shift -51.0", "-50..50"]),
+    ("--context 10000001", ["--context 10000001", "0..10000000"]),
     ("--profile none.json", ["none.json", "cannot be read"]),
 ]
 RUN = "generate --model MODEL --max-model-len 64 --json hi"

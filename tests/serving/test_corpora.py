@@ -3,6 +3,8 @@
 import asyncio
 import re
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from support.engines import SIZES, generate_tokens, make_llm, random_prompts, simulated_engines
 from support.refusals import refusal
@@ -43,6 +45,7 @@ def test_a_corpus_is_drafted_from_until_it_is_removed(llm):
     assert llm.engine.scheduler.suggester.named("corpus").names == []
 
 
+BYTES = b"a", bytearray(b"a"), memoryview(b"a")
 BAD = [
     (("", [[1]]), "its name must be a text"),
     (("a", "text"), "texts='text' must be a list of texts or of token ids"),
@@ -50,7 +53,9 @@ BAD = [
     (("a", [[]]), "corpus 'a': texts=[[]] have no tokens"),
     (("a", [[1, VOCAB]]), f"text 0: {VOCAB} must be a token id in 0..{VOCAB - 1}"),
     (("a", [[1], [2.5]]), "text 1: 2.5 must be a token id"),
-    (("a", [[1], b"ab"]), "text 1"),
+    *((("a", [one]), "text 0 is bytes; decode") for one in BYTES),
+    (("a", list(np.arange(2))), "text 0: np.int64(0) must be a list"),
+    (("a", [[1], np.array(2)]), "text 1: array(2) must be a list"),
     (("a", [7]), "text 0: 7 must be a list of token ids"),
     (("there", [[1]]), "corpus 'there' exists"),
 ]
@@ -62,8 +67,8 @@ def test_bad_corpora_are_refused(llm, given, message):
         llm.add_corpus("there", [[1]])
     with pytest.raises(ValueError, match=re.escape(message)):
         llm.add_corpus(*given)
-    with pytest.raises(ValueError, match="corpus 'none' does not exist"):
-        llm.remove_corpus("none")
+    for name in "none", np.array(["a", "b"]):
+        refusal(lambda name=name: llm.remove_corpus(name), f"corpus {name!r} does not exist")
 
 
 def test_texts_that_cannot_be_tokenised_or_have_no_tokens(letters):
@@ -71,6 +76,8 @@ def test_texts_that_cannot_be_tokenised_or_have_no_tokens(letters):
     refusal(lambda: read_corpus("a", ["b", "c\ud83d"], tokenizer, 96), "'a', text 1", "surrogate")
     refusal(lambda: read_corpus("a", ["", ""], tokenizer, 96), "texts=['', ''] have no tokens")
     assert len(read_corpus("a", ["", "b"], tokenizer, 96)) == 2  # as an empty file among others
+    arrays = [np.arange(3), jnp.arange(2)]
+    assert read_corpus("a", arrays, None, 96) == [[0, 1, 2], [0, 1]]
 
 
 def test_counts_with_and_without_a_step_in_flight(checkpoints):

@@ -163,7 +163,7 @@ class Corpora(_Texts):
         Raises:
             ValueError: there is no corpus of this name.
         """
-        if name not in self.names:  # any type
+        if not isinstance(name, str) or name not in self._corpora:
             raise ValueError(f"corpus {name!r} does not exist; there are {self.names}")
         del self._corpora[name]
         self._index = TextIndex()

@@ -6,7 +6,6 @@ unconditional. Every entry of a file is checked when the file is read.
 """
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -15,10 +14,14 @@ from pathlib import Path
 from reprlib import repr as shown
 from typing import Any, NamedTuple
 
+from specjax.checks import is_integer, is_number
 from specjax.host.speculation.acceptance import expected_tokens
 from specjax.host.speculation.step_cost import StepCost
 
 MAX_BATCH = 2**16
+# Milliseconds of a step, and maximum milliseconds per token of context. Far smaller or larger times
+# are mistakes, with which goodput would be 0 or infinite.
+MIN_MS, MAX_MS, MAX_CONTEXT_MS = 1e-6, 1e9, 1e3
 _KEYS = (
     "is_online",
     "batch_stats",
@@ -93,7 +96,7 @@ class Profile:
         """
         _check_keys(content, where)
         max_drafts = content["max_num_speculative_tokens"]
-        if not _is_integer(max_drafts) or max_drafts < 1:
+        if not is_integer(max_drafts) or max_drafts < 1:
             raise ValueError(
                 f"{where}: max_num_speculative_tokens={shown(max_drafts)} must be an integer of "
                 "at least 1, the largest K"
@@ -243,10 +246,10 @@ def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
                 f"{entry}: K must be an integer in 0..{max_drafts}, max_num_speculative_tokens, "
                 "written in digits only; correct the key, or raise it"
             )
-        if not _is_finite(ms) or ms <= 0:
+        if not is_number(ms) or not MIN_MS <= ms <= MAX_MS:
             raise ValueError(
-                f"{entry} must be a time above 0, milliseconds per step; measure it again, or "
-                "leave it out"
+                f"{entry} must be in {MIN_MS:g}..{MAX_MS:g}, milliseconds per step; measure it "
+                "again, or leave it out"
             )
         row[k] = float(ms)
     if 0 not in row:
@@ -264,7 +267,7 @@ def _read_rates(rates: Any, max_drafts: int, where: str) -> tuple[float, ...]:
             "max_num_speculative_tokens; correct the list, or that number"
         )
     for i, rate in enumerate(rates):
-        if not _is_finite(rate) or not 0 <= rate <= 1:
+        if not is_number(rate) or not 0 <= rate <= 1:
             raise ValueError(
                 f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the fraction of all steps "
                 f"that accept at least {i + 1} drafts"
@@ -291,10 +294,10 @@ def _read_measured(measured: Any, where: str) -> dict[str, Any]:
                 "measured; leave it out if that is unknown"
             )
     for name in _CONTEXT:
-        if not _is_finite(ms := measured.get(name, 0.0)) or ms < 0:
+        if not is_number(ms := measured.get(name, 0.0)) or not 0 <= ms <= MAX_CONTEXT_MS:
             raise ValueError(
-                f'{where}: measured["{name}"]={shown(ms)} must be milliseconds of at least 0; '
-                "leave it out if that is unknown"
+                f'{where}: measured["{name}"]={shown(ms)} must be milliseconds in '
+                f"0..{MAX_CONTEXT_MS:g}; leave it out if that is unknown"
             )
     return dict(measured)
 
@@ -310,13 +313,3 @@ def _integer_of(key: Any) -> int | None:
     """
     is_canonical = isinstance(key, str) and len(key) <= 9 and key.isdecimal() and key.isascii()
     return int(key) if is_canonical and (key == "0" or key[0] != "0") else None
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return (_is_integer(value) and abs(value) < 2**63) or (
-        isinstance(value, float) and math.isfinite(value)
-    )
