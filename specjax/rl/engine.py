@@ -388,11 +388,11 @@ class RolloutEngine:
         self, prompts: Any, params: Any, history: RolloutHistory | None, reuse_noise: float
     ) -> list[Start]:
         self._loop.check_ready()
-        check_reuse(history, lambda: identity_of(self._llm), reuse_noise)
+        identity = check_reuse(history, lambda: identity_of(self._llm), reuse_noise)
         starts = self._starts.make(prompts, params)
         with self._turns:
             if history is not None:
-                starts = history.begin(starts, self.version, reuse_noise)
+                starts = history.begin(starts, identity, self.version, reuse_noise)
             return starts
 
     def _make_scored(

@@ -236,9 +236,10 @@ class RayRollouts:
         """
         self._pool.check_awake()
         self._pool.call_first("check", prompts, sampling_params)
-        check_reuse(history, self._pool.identity, reuse_noise)
+        identity = check_reuse(history, self._pool.identity, reuse_noise)
         options: dict[str, Any] = {}
         if history is not None:
+            history.bind(identity)
             history.begin_update(self.version)
             options = {"shared": self._pool.put(history.shared()), "reuse_noise": reuse_noise}
         listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)

@@ -1,6 +1,8 @@
 """Rollouts drafted from earlier rollouts are the same as without a history."""
 
+import copy
 import io
+import pickle
 import re
 from dataclasses import replace
 
@@ -212,7 +214,8 @@ def test_saving_and_loading(engine, tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", state)
-    for other in RolloutHistory.load(tmp_path / "history"), RolloutHistory.of(restored):
+    loaded = RolloutHistory.load(tmp_path / "history"), RolloutHistory.of(restored)
+    for other in *loaded, copy.deepcopy(history), pickle.loads(pickle.dumps(history)):
         assert all(np.array_equal(x, state[name]) for name, x in other.state().items())
         generate(engine, other)
 
@@ -255,6 +258,9 @@ def test_bad_input(engine, target, tmp_path):
     with pytest.raises(ValueError, match="not the state of a RolloutHistory"):
         RolloutHistory.of({"tokens": np.zeros(3)})
     history = RolloutHistory()
+    with pytest.raises(ValueError, match="prompt 0"):
+        generate(engine, history, [[10**9]])
+    assert history._identity == {}  # other engines can use it
     generate(engine, history)
     state, many = history.state(), np.full(9, -1)
     cut = [{name: state[name][:-1]} for name in state if name != "identity"]
