@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.engines import generate, make_llm, tokens_of
+from support.engines import generate, make_llm, record_second_times, tokens_of
 from support.marks import marked
 from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
@@ -51,10 +51,11 @@ def test_the_same_tokens_as_apart(checkpoints, name):
         (begin,) = (key for key in programs.ready if isinstance(key, Begin))
         (decode,) = (key for key in programs.ready if isinstance(key, Decode))
         programs.compile_ahead([Joined(begin, decode)], show_progress=False)
-        run, runs = programs.run, Counter()
+        run, runs, times = programs.run, Counter(), record_second_times(llm.engine)
         programs.run = lambda key, *rest: (runs.update([type(key)]), run(key, *rest))[1]
         llm.reset_prefix_cache()
         joined = generate(llm, prompts, params)
+    assert times == [None] * runs[Joined], "the chunks have the program's time"
     assert runs[Joined] >= 4 and runs[Prefill] < 4, "only the first chunks come without a round"
     assert tokens_of(joined) == tokens_of(apart)
     for one, other in zip(joined[3].outputs[0].logprobs, apart[3].outputs[0].logprobs, strict=True):

@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from support.engines import K, generate, make_llm, tokens_of
+from support.engines import K, generate, make_llm, record_second_times, tokens_of
 from support.marks import marked
 from support.schedules import AnyPolicy
 from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
@@ -48,7 +48,7 @@ def test_the_same_tokens_as_without_splits(checkpoints, name):
         engine, programs = llm.engine, llm.engine.programs
         engine.set_policy(StaticPolicy(K))
         expected = generate(llm, PROMPTS, PARAMS)
-        runs, run = Counter(), programs.run
+        runs, run, times = Counter(), programs.run, record_second_times(engine)
         programs.run = lambda key, *rest: (runs.update([type(key)]), run(key, *rest))[1]
         for is_whole, is_async in product((False, True), repeat=2):
             engine.config = replace(engine.config, async_scheduling=is_async)
@@ -59,11 +59,13 @@ def test_the_same_tokens_as_without_splits(checkpoints, name):
                 split = SplitRound(SplitShape(2, K, 2), variant)
                 programs.compile_ahead([split], show_progress=False)
             runs.clear()
+            times.clear()
             llm.reset_prefix_cache()
             taken = engine.scheduler.pages.allocate(engine.scheduler.pages.num_free - 18)
             found = generate(llm, PROMPTS, PARAMS)
             engine.scheduler.pages.release(taken)
             assert tokens_of(found) == tokens_of(expected)
             assert (runs[SplitRound] > 3) == is_whole
+            assert times == [None] * runs[SplitRound], "the first part has the program's time"
             logprobs = [one[3].outputs[0].logprobs for one in (found, expected)]
             assert [list(one) for one in logprobs[0]] == [list(one) for one in logprobs[1]]

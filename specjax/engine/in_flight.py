@@ -39,6 +39,7 @@ class InFlight:
     features: Features | None = None  # of the chunks' rows, if a request exports features
     joins: Joined | None = None  # a program, not ready yet, for the step's chunks and this round
     rest: DecodePlan | None = None  # the part that does not draft, if it ran in this program
+    shares_program: bool = False  # whether the step's previous part ran in the same program
 
     def outcome(
         self, rows: SequenceOf[RowOutput], num_kept: list[int], milliseconds: float | None

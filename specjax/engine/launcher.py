@@ -99,9 +99,11 @@ class Launcher:
         outputs = self._programs.run(joined, *packed)
         self._take(chunks)
         variants = joined.begin.variant, joined.decode.variant
-        return [
+        one, other = (
             self._in_flight(*each, launched) for each in zip(parts, variants, outputs, strict=True)
-        ]
+        )
+        other.shares_program = True
+        return [one, other]
 
     def _launch_split(
         self, split: SplitRound, parts: SequenceOf[Part], page_tables: np.ndarray
@@ -115,7 +117,7 @@ class Launcher:
             self._in_flight(part, split.variant, out, launched)
             for part, out in zip(parts, outputs, strict=True)
         )
-        one.rest = rest
+        one.rest, other.shares_program = rest, True
         return [one, other]
 
     def _split_of(self, parts: SequenceOf[Part]) -> SplitRound | None:

@@ -49,7 +49,9 @@ class RoundClock:
 
         `compile_seconds` is the total time of compiling so far. The result is None if this total
         has grown since the call before the previous call, because compiling may have slowed the
-        device down. The result is also None for a step that was planned before `restart`.
+        device down. The result is also None for a step that was planned before `restart`. If one
+        program ran two parts of a step, the first part has the program's time, and the result for
+        the second part is None.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done
@@ -61,4 +63,5 @@ class RoundClock:
         self._compile_seconds = before, compile_seconds
         is_disturbed = compile_seconds != earlier or step.start < self._timed_from
         # A tiny program may end before the previous one has been read.
-        return None if is_disturbed or milliseconds <= 0 else milliseconds
+        is_unknown = is_disturbed or step.shares_program or milliseconds <= 0
+        return None if is_unknown else milliseconds

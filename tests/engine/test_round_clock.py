@@ -17,8 +17,8 @@ def moment(monkeypatch):
     return now
 
 
-def part(start, done=None) -> Any:
-    return SimpleNamespace(start=start, done=done)
+def part(start, done=None, shares_program=False) -> Any:
+    return SimpleNamespace(start=start, done=done, shares_program=shares_program)
 
 
 def test_a_part_begins_when_the_one_before_was_done_or_its_planning_began(moment):
@@ -28,6 +28,14 @@ def test_a_part_begins_when_the_one_before_was_done_or_its_planning_began(moment
     assert clock.time(part(999.9, done=999.95), 0.0) == pytest.approx(50)
     assert clock.time(part(999.9), 0.0) == pytest.approx(50), "it was not seen to be ready before"
     assert clock.time(part(1e3), 0.0) is None, "done before the one before it was read"
+
+
+def test_a_program_of_two_parts_is_timed_once(moment):
+    clock = RoundClock()
+    clock.time(part(999.0, done=999.5), 0.0)
+    assert clock.time(part(999.2, done=999.7), 0.0) == pytest.approx(200)
+    assert clock.time(part(999.2, done=999.8, shares_program=True), 0.0) is None
+    assert clock.time(part(999.3, done=999.9), 0.0) == pytest.approx(100)
 
 
 def test_a_compilation_before_a_late_read_disturbs_the_next_round_too(moment):

@@ -97,6 +97,25 @@ def generate_tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
     return tokens_of(generate(llm, prompts, params))
 
 
+def record_second_times(engine: Engine) -> list[float | None]:
+    """Return a list that gets the time of each part that ran in the same program as another part.
+
+    Only the second of two parts is recorded.
+    """
+    times: list[float | None] = []
+    previous, time = [0.0], engine.clock.time
+
+    def recorded(step: Any, compile_seconds: float) -> float | None:
+        milliseconds = time(step, compile_seconds)
+        if step.launched == previous[0]:
+            times.append(milliseconds)
+        previous[0] = step.launched
+        return milliseconds
+
+    engine.clock.time = recorded
+    return times
+
+
 def assert_idle(llm: LLM) -> None:
     """Check that the engine has no requests, and that all slots and pages are free."""
     scheduler = llm.engine.scheduler
