@@ -15,6 +15,9 @@ the times of served split rounds correct the estimate, separately for each shape
 """
 
 import math
+from collections import defaultdict, deque
+from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +33,7 @@ MIN_GAIN = 0.02  # a split must improve goodput by this fraction
 FADE = 0.97  # each choice multiplies the counts of requests that do not draft by this
 MIN_SHARE = 1 / 16  # minimum fraction of the requests that draft
 FIRST = 3  # after this number of rounds of a shape, choose again: one time may be an outlier
-SETTLED = 8  # the correction of a shape is the mean over about this number of rounds
+NUM_KEPT = 9  # the correction of a shape is the median over this number of its last rounds
 
 
 class _Choice(NamedTuple):
@@ -49,7 +52,8 @@ class Splitter:
     def __init__(self) -> None:
         self.split: Split | None = None
         self.wish: SplitWish | None = None
-        self._corrections: dict[SplitShape, tuple[int, float]] = {}  # rounds, mean log error
+        # log(served time / estimate) of each shape's last rounds. Often the first one is an outlier.
+        self._errors: dict[SplitShape, deque[float]] = defaultdict(partial(deque, maxlen=NUM_KEPT))
         self._chosen: _Choice | None = None
         self._num_rounds = 0  # until the next choice
         self._accepted = 0.0  # at the last choice: expected for all requests, with the maximum K
@@ -116,11 +120,8 @@ class Splitter:
         context = cost.context_ms(shape.k, outcome.num_context)
         context += cost.context_ms(0, outcome.others_context)
         expected = split_ms(cost, shape) + context
-        count, level = self._corrections.get(shape, (0, 0.0))
-        count = min(count + 1, SETTLED)
-        level += (math.log(outcome.ms / expected) - level) / count
-        self._corrections[shape] = count, level
-        if count == FIRST:
+        self._errors[shape].append(math.log(outcome.ms / expected))
+        if len(self._errors[shape]) == FIRST:
             self._num_rounds = 0  # choose again, now that the time is known
 
     def _choose(
@@ -168,7 +169,7 @@ class Splitter:
                     )
                 (found if shape in splits else wished).append(whole)
                 # Until its time is known, one program counts as no slower than two programs.
-                is_known = shape in splits and shape in self._corrections
+                is_known = shape in splits and shape in self._errors
                 if not is_known and (m, k) in load.shapes and (shape.others, 0) in load.shapes:
                     found.append(apart)
         best = max(found, key=lambda one: one.goodput, default=None)
@@ -184,7 +185,7 @@ class Splitter:
 
         The times are without context.
         """
-        _, level = self._corrections.get(shape, (0, 0.0))
+        level = median(self._errors[shape]) if shape in self._errors else 0.0
         column = cost.ks.index(shape.k)
         apart = table[cost.batches.index(shape.drafting), column]
         apart += table[cost.batches.index(shape.others), cost.ks.index(0)]
@@ -207,6 +208,16 @@ def split_ms(cost: StepCost, shape: SplitShape, table: Any = None) -> float:
     mean_k = shape.drafting * shape.k / num_requests
     columns = [np.interp(num_requests, cost.batches, column) for column in table.T]
     ms = float(np.interp(mean_k, cost.ks, columns)) * max(1.0, num_requests / cost.batches[-1])
-    few, column, zero = table[0], cost.ks.index(shape.k), cost.ks.index(0)
-    of_a_pass = max(0.0, few[column] - few[zero]) / shape.k
-    return ms + (shape.k - mean_k) * of_a_pass
+    return ms + (shape.k - mean_k) * _pass_ms(cost, shape.k, table)
+
+
+def _pass_ms(cost: StepCost, k: int, table: Any) -> float:
+    """Return the estimated milliseconds of one run of the drafter, without the rows of its drafts.
+
+    One more draft adds a run of the drafter and a row for each request. So this time is linear in
+    the number of requests, and the run is what remains for no requests.
+    """
+    few, many = ((row[cost.ks.index(k)] - row[cost.ks.index(0)]) / k for row in table[[0, -1]])
+    least, most = cost.batches[0], cost.batches[-1]
+    rows = least * (many - few) / (most - least) if most > least else 0.0
+    return max(0.0, few - max(0.0, rows))

@@ -18,7 +18,7 @@ from specjax.host.speculation.methods import adaptive_policy
 from specjax.host.speculation.policy import GoodputPolicy
 from specjax.host.speculation.requests import ReadyRequests, RequestRates, TextDrafts
 from specjax.host.speculation.rounds import DecodeLoad, Round, Split
-from specjax.host.speculation.split import Splitter
+from specjax.host.speculation.split import Splitter, split_ms
 from specjax.host.speculation.step_cost import StepCost
 
 HALVES = 0.9, 0.1
@@ -99,7 +99,8 @@ def test_a_split_that_is_slower_than_expected_is_dropped(monkeypatch):
     assert served.speed(50) > 0.95 * best_static(rates, contexts)
 
 
-def test_a_slow_program_is_dropped_at_once_though_two_programs_would_be_fast():
+@pytest.mark.parametrize("times, is_kept", [((200.0,) * 3, False), ((200.0, 11.0, 11.0), True)])
+def test_a_slow_program_is_dropped_at_once_but_not_for_one_slow_round(times, is_kept):
     """Two programs run only while the joint program is missing, so their time no longer counts."""
     batches, shape, splitter = (4, 8), SplitShape(4, 3, 4), Splitter()
     cost = StepCost({b: {0: b, 3: 1.9 * b} for b in batches}, batches=batches)
@@ -111,10 +112,20 @@ def test_a_slow_program_is_dropped_at_once_though_two_programs_would_be_fast():
         return splitter.choose(load, gains, 8 / cost.ms(8, 0), cost, RequestRates(3), None)
 
     assert choose() == Split(shape, [0, 1, 2, 3])
-    for _ in range(3):
-        splitter.observe(Round(4, 3, 36, {}, 200.0, others=4, others_context=36), cost)
+    for ms in times:
+        splitter.observe(Round(4, 3, 36, {}, ms, others=4, others_context=36), cost)
     splitter.clear()
-    assert choose() is None
+    assert choose() == (Split(shape, [0, 1, 2, 3]) if is_kept else None)
+
+
+@pytest.mark.parametrize("batches", [(1, 8, 64), (4, 8)])
+def test_the_time_of_a_split_round_is_the_sum_of_its_rows_and_runs_of_the_drafter(batches):
+    """In this model a row takes .3 ms, and a run of the drafter .8 ms."""
+    points = {b: {k: 9 + 0.3 * b * (k + 1) + 0.8 * k for k in (0, 1, 3, 5)} for b in batches}
+    cost = StepCost(points, batches=batches)
+    for k in 3, 5:
+        expected = 9 + 0.3 * (4 * (k + 1) + 4) + 0.8 * k
+        assert split_ms(cost, SplitShape(4, k, 4)) == pytest.approx(expected)
 
 
 def test_few_long_requests_do_not_stop_the_others():
