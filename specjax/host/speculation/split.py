@@ -52,7 +52,7 @@ class Splitter:
     def __init__(self) -> None:
         self.split: Split | None = None
         self.wish: SplitWish | None = None
-        # log(served time / estimate) of each shape's last rounds. Often the first one is an outlier.
+        # log(served time / estimate) of the last rounds, by shape. The first is often an outlier.
         self._errors: dict[SplitShape, deque[float]] = defaultdict(partial(deque, maxlen=NUM_KEPT))
         self._chosen: _Choice | None = None
         self._num_rounds = 0  # until the next choice
