@@ -138,7 +138,7 @@ def save_profile(engine: Engine, path: str | PathLike[str]) -> None:
     profile = mean_profile(learned, [one.metrics().num_decode_steps for one in replicas])
     measured = {"model": model, "device": device_kind(), **(profile.measured or {})}
     content = replace(profile, measured=measured).as_json()
-    Profile.of(content, "what was learned")  # a profile that cannot be read is not written
+    Profile.of(content, "what was learned")  # raises an error if the file could not be read later
     write_whole(Path(path).expanduser(), json.dumps(content, indent=1) + "\n")
 
 
